@@ -1,0 +1,99 @@
+// The functions that differ between instruction sets, one table per ISA. Results are the same bits
+// in every table: block sums are exact integers, FP32 steps come in one order. (AMX is apart: it
+// adds in the order of the tile unit; gemm_amx.hpp.)
+#pragma once
+
+#include <cstdint>
+#include <string_view>
+
+#include "hexpert/moe.hpp"
+#include "quantize/block_quantizer.hpp"
+
+namespace hexpert::cpu {
+
+// One quantized activation row: packed codes, linear E4M3 scales.
+struct Nvfp4Row {
+  const uint8_t* codes = nullptr;   // [k / 2]
+  const uint8_t* scales = nullptr;  // [k / 16]
+};
+
+// The activations of up to kMaxTileTokens tokens for the integer GEMM, block after block of 16 k;
+// one block of an m-token tile is 28 m bytes:
+//     int8 codes[m][16]     doubled E2M1, in the order of cpu_tiles: k = 0 4 1 5 2 6 3 7, then + 8
+//     int32 start[m]        kMagicBits - 12 * sum(codes of the block)
+//     float scale[m]        value of the block's E4M3 scale
+//     float magic_scale[m]  kMagic * scale
+// Weights enter as 2w + 12 (unsigned), so the block sum starts at -12 * sum(codes). Started from
+// the bits of kMagic as well, the int32 sum read as FP32 is kMagic + sum: no conversion is needed,
+// and fma(that, scale, -magic_scale) is sum * scale exactly.
+inline constexpr int kMaxTileTokens = 16;
+inline constexpr float kMagic = 12582912.0F;  // 1.5 * 2^23
+inline constexpr int32_t kMagicBits = 0x4B400000;
+inline constexpr int64_t kTileBlockBytes = 28;  // per token
+constexpr int64_t int_tile_bytes(int64_t tokens, int64_t k) { return tokens * k / 16 * kTileBlockBytes; }
+
+struct Kernels {
+  std::string_view name;
+
+  // Maximum over `bits & 0x7FFF` of n BF16 patterns.
+  uint16_t (*amax_bits)(const uint16_t* x, int64_t n);
+  // n (a multiple of 16) BF16 values -> n / 2 bytes of codes, n / 16 scale bytes.
+  void (*quantize_row)(const uint16_t* x,
+                       int64_t n,
+                       const OuterScale& outer,
+                       uint8_t* codes,
+                       uint8_t* scales);
+  // 16 quantized rows -> one cpu_tiles group. `rows` in order; k a multiple of 64.
+  void (*pack_group)(const Nvfp4Row* rows, int64_t k, uint8_t* group);
+
+  int max_tile_tokens;  // gemm_int takes 1..max_tile_tokens
+  // Writes the m-token tile of `rows`.
+  void (*expand_int)(const Nvfp4Row* rows, int m, int64_t k, uint8_t* tile);
+  // c[i * c_stride + n] = sum over k of row n of the group times token i, for n < 16, i < m.
+  void (*gemm_int)(const uint8_t* group,
+                   int64_t k,
+                   const uint8_t* tile,
+                   int m,
+                   float* c,
+                   int64_t c_stride);
+
+  // FC1 epilogue of one token and 16 features: activation(fl(up * up_scale), fl(gate * gate_scale))
+  // -> BF16. Squared ReLU uses `up` alone.
+  void (*activate16)(const Activation& activation,
+                     const float* up,
+                     const float* gate,
+                     float up_scale,
+                     float gate_scale,
+                     uint16_t* out);
+  // FC2 epilogue of n (a multiple of 16) columns: out = bf16(fl(scale * c)).
+  void (*round_route)(const float* c, float scale, int64_t n, uint16_t* out);
+  // acc = fma(probability[s], route[s][c], acc) in slot order, acc from +0, for columns
+  // [begin, end) of one token. Null routes are skipped.
+  void (*combine)(const uint16_t* const* routes,
+                  const float* probabilities,
+                  int64_t slots,
+                  int64_t begin,
+                  int64_t end,
+                  void* out,
+                  bool out_is_f32);
+};
+
+// Null when this build or this machine has not got the instructions.
+const Kernels* scalar_kernels();
+const Kernels* avx2_kernels();
+const Kernels* avx512_vnni_kernels();
+// The best table of this machine, for work that no plan chooses (quantizers, packing).
+const Kernels& best_kernels();
+
+// What the processor and the operating system allow.
+struct CpuFeatures {
+  bool avx2_f16c_fma = false;
+  bool avx512_vnni_vbmi = false;  // F, BW, DQ, VL, VBMI, VNNI
+  bool amx_bf16 = false;          // with permission for the tile state granted to this process
+  std::string_view avx2_missing;    // the first missing feature, or empty
+  std::string_view avx512_missing;
+  std::string_view amx_missing;
+};
+const CpuFeatures& cpu_features();
+
+}  // namespace hexpert::cpu
