@@ -5,11 +5,11 @@
 
 namespace hexpert {
 
-inline constexpr int64_t kBlockSize = 16;          // consecutive K elements that share a block scale
-inline constexpr float kE2M1Max = 6.0F;            // largest magnitude of an E2M1 code
-inline constexpr float kE4M3Max = 448.0F;          // largest finite E4M3 value
-inline constexpr float kFullRange = 2688.0F;       // kE2M1Max * kE4M3Max: where amax lands
-inline constexpr int64_t kPaddingMultiple = 256;   // canonical hidden and intermediate padding
+inline constexpr int64_t kBlockSize = 16;         // consecutive K elements that share a block scale
+inline constexpr float kE2M1Max = 6.0F;           // largest magnitude of an E2M1 code
+inline constexpr float kE4M3Max = 448.0F;         // largest finite E4M3 value
+inline constexpr float kFullRange = 2688.0F;      // kE2M1Max * kE4M3Max: where amax lands
+inline constexpr int64_t kPaddingMultiple = 256;  // canonical hidden and intermediate padding
 
 /// Order of E4M3 block scales in memory. docs/format.md section 4.
 enum class ScaleLayout : uint8_t {

@@ -27,11 +27,11 @@ bool is_gated(ActivationType type);
 
 struct Activation {
   ActivationType type = ActivationType::kSwiGlu;
-  float alpha = 1;                 // kSwiGluOai
-  float beta = 0;                  // kSwiGluOai
-  float limit = FLT_MAX;           // kSwiGluOai
-  float situ_b = 0;                // kSiTu, finite and > 0
-  std::optional<float> situ_c;     // kSiTu, finite and > 0 when given
+  float alpha = 1;              // kSwiGluOai
+  float beta = 0;               // kSwiGluOai
+  float limit = FLT_MAX;        // kSwiGluOai
+  float situ_b = 0;             // kSiTu, finite and > 0
+  std::optional<float> situ_c;  // kSiTu, finite and > 0 when given
 };
 
 /// Sizes and rules that are fixed when a layer is planned.
@@ -44,8 +44,8 @@ struct MoeProblem {
 };
 
 struct MoeOptions {
-  std::string backend;           // "" picks the best; a name forces one
-  int num_threads = 0;           // CPU: 0 is the OpenMP default. No result depends on it.
+  std::string backend;  // "" picks the best; a name forces one
+  int num_threads = 0;  // CPU: 0 is the OpenMP default. No result depends on it.
   /// A token's output does not depend on the other tokens of the call, bit for bit. Always true
   /// on "reference", "cpu-scalar", "cpu-avx2" and "cpu-avx512-vnni". On "cpu-amx" it costs the
   /// AMX unit, which adds in another order, and is off unless asked for.
@@ -55,7 +55,7 @@ struct MoeOptions {
 /// Inputs of one forward. T = hidden_states.shape[0] <= max_tokens.
 struct MoeInputs {
   ConstTensorView hidden_states;  // [T, H] bf16, packed
-  ConstTensorView routing_map;    // [T, top_k] i32 or i64, packed; global expert ids, others ignored
+  ConstTensorView routing_map;  // [T, top_k] i32 or i64, packed; global expert ids, others ignored
   ConstTensorView probabilities;  // [T, top_k] f32, packed; applied as given, once, in the combine
   std::optional<int64_t> token_capacity;  // with use_bounded_rows: only rows [0, capacity) are live
   bool use_bounded_rows = false;

@@ -63,21 +63,21 @@ Status dequantize(const ConstNvfp4View& in, const TensorView& out);
 /// parts can be merged.
 struct ErrorStats {
   int64_t elements = 0;
-  double signal = 0;      // sum of x^2
-  double noise = 0;       // sum of (q - x)^2
-  double max_error = 0;   // largest |q - x|
-  double dot = 0;         // sum of q * x
-  double quantized = 0;   // sum of q^2
-  int64_t nonzero = 0;    // elements with x != 0
-  int64_t rounded_to_zero = 0;    // of these, elements with q == 0
-  int64_t blocks = 0;             // blocks of 16
-  int64_t zero_scales = 0;        // blocks whose scale byte is 0x00 although an element is not zero
-  int64_t saturated_scales = 0;   // blocks whose scale byte is 0x7E
-  int64_t nonfinite = 0;          // NaN or infinity in x; not part of the sums
+  double signal = 0;             // sum of x^2
+  double noise = 0;              // sum of (q - x)^2
+  double max_error = 0;          // largest |q - x|
+  double dot = 0;                // sum of q * x
+  double quantized = 0;          // sum of q^2
+  int64_t nonzero = 0;           // elements with x != 0
+  int64_t rounded_to_zero = 0;   // of these, elements with q == 0
+  int64_t blocks = 0;            // blocks of 16
+  int64_t zero_scales = 0;       // blocks whose scale byte is 0x00 although an element is not zero
+  int64_t saturated_scales = 0;  // blocks whose scale byte is 0x7E
+  int64_t nonfinite = 0;         // NaN or infinity in x; not part of the sums
 
-  double snr_db() const;          // 10 log10(signal / noise); +inf when exact
-  double relative_l2() const;     // sqrt(noise / signal); 0 when both are 0
-  double cosine() const;          // dot / sqrt(signal * quantized)
+  double snr_db() const;       // 10 log10(signal / noise); +inf when exact
+  double relative_l2() const;  // sqrt(noise / signal); 0 when both are 0
+  double cosine() const;       // dot / sqrt(signal * quantized)
   void merge(const ErrorStats& other);
 };
 

@@ -12,27 +12,27 @@ namespace hexpert {
 /// Why a call failed. The numeric values are part of the C ABI: append, never reorder.
 enum class ErrorCode : int {
   kOk = 0,
-  kInvalidShape = 1,         // wrong rank, or a dimension of 0
-  kInvalidDtype = 2,         // element type not accepted
-  kNotContiguous = 3,        // last dimension strided, or rows not packed
-  kShapeMismatch = 4,        // two arguments disagree
-  kMetadataMismatch = 5,     // `out` was prepared for another problem
-  kDeviceMismatch = 6,       // arguments on different devices
-  kNonFiniteWeights = 7,     // NaN or infinity in an expert
-  kInvalidArgument = 8,      // a scalar argument out of range
-  kActivationMismatch = 9,   // gated weights with a non-gated activation, or the reverse
-  kUnsupported = 10,         // valid, but not implemented by this backend
-  kInvalidOutput = 11,       // `out`: shape, dtype, layout or overlap
-  kNullPointer = 12,         // null data with a non-zero size
-  kMisaligned = 13,          // base address alignment
-  kTooLarge = 14,            // an index would not fit in int32
-  kWorkspaceTooSmall = 15,   // needed and given bytes are in the message
-  kUnsupportedDevice = 16,   // no backend for this device
-  kDeviceError = 17,         // the device reported an error after a launch
-  kOutOfMemory = 18,         // allocation failed
-  kIoError = 19,             // the operating system refused a file operation
-  kInvalidFile = 20,         // a file is malformed, truncated or inconsistent
-  kNotFound = 21,            // a tensor, expert, shard or backend name does not exist
+  kInvalidShape = 1,        // wrong rank, or a dimension of 0
+  kInvalidDtype = 2,        // element type not accepted
+  kNotContiguous = 3,       // last dimension strided, or rows not packed
+  kShapeMismatch = 4,       // two arguments disagree
+  kMetadataMismatch = 5,    // `out` was prepared for another problem
+  kDeviceMismatch = 6,      // arguments on different devices
+  kNonFiniteWeights = 7,    // NaN or infinity in an expert
+  kInvalidArgument = 8,     // a scalar argument out of range
+  kActivationMismatch = 9,  // gated weights with a non-gated activation, or the reverse
+  kUnsupported = 10,        // valid, but not implemented by this backend
+  kInvalidOutput = 11,      // `out`: shape, dtype, layout or overlap
+  kNullPointer = 12,        // null data with a non-zero size
+  kMisaligned = 13,         // base address alignment
+  kTooLarge = 14,           // an index would not fit in int32
+  kWorkspaceTooSmall = 15,  // needed and given bytes are in the message
+  kUnsupportedDevice = 16,  // no backend for this device
+  kDeviceError = 17,        // the device reported an error after a launch
+  kOutOfMemory = 18,        // allocation failed
+  kIoError = 19,            // the operating system refused a file operation
+  kInvalidFile = 20,        // a file is malformed, truncated or inconsistent
+  kNotFound = 21,           // a tensor, expert, shard or backend name does not exist
 };
 
 /// Spelling of a code for people and logs: "shape mismatch".
@@ -72,8 +72,8 @@ class Error : public std::runtime_error {
 template <typename T>
 class [[nodiscard]] Result {
  public:
-  Result(T value) : state_(std::move(value)) {}              // NOLINT(google-explicit-constructor)
-  Result(Status failure) : state_(std::move(failure)) {}     // NOLINT(google-explicit-constructor)
+  Result(T value) : state_(std::move(value)) {}           // NOLINT(google-explicit-constructor)
+  Result(Status failure) : state_(std::move(failure)) {}  // NOLINT(google-explicit-constructor)
 
   bool ok() const { return std::holds_alternative<T>(state_); }
   Status status() const { return ok() ? Status() : std::get<Status>(state_); }
@@ -100,8 +100,7 @@ class [[nodiscard]] Result {
 }  // namespace hexpert
 
 /// Returns the Status of `expression` from the enclosing function unless it is ok.
-#define HX_RETURN_IF_ERROR(expression)                              \
-  do {                                                              \
-    if (::hexpert::Status hx_status = (expression); !hx_status.ok()) \
-      return hx_status;                                             \
+#define HX_RETURN_IF_ERROR(expression)                                                 \
+  do {                                                                                 \
+    if (::hexpert::Status hx_status = (expression); !hx_status.ok()) return hx_status; \
   } while (false)

@@ -68,8 +68,8 @@ struct BasicTensorView {
   }
   /// TensorView converts to ConstTensorView.
   template <typename P = Pointer>
-    requires(!std::is_same_v<P, const void*>)
-  operator BasicTensorView<const void*>() const {  // NOLINT(google-explicit-constructor)
+  requires(!std::is_same_v<P, const void*>) operator BasicTensorView<const void*>()
+      const {  // NOLINT(google-explicit-constructor)
     BasicTensorView<const void*> view;
     view.data = data;
     view.dtype = dtype;
@@ -84,7 +84,8 @@ struct BasicTensorView {
 
   int64_t num_elements() const {
     int64_t count = 1;
-    for (int i = 0; i < rank; ++i) count *= shape[i];
+    for (int i = 0; i < rank; ++i)
+      count *= shape[i];
     return count;
   }
   /// Row-major without gaps.

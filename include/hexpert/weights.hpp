@@ -20,18 +20,17 @@ struct ExpertShape {
   bool gated = false;             // true: FC1 holds gate and up
 
   int64_t padded_hidden_size() const { return round_up(hidden_size, kPaddingMultiple); }
-  int64_t padded_intermediate_size() const {
-    return round_up(intermediate_size, kPaddingMultiple);
-  }
+  int64_t padded_intermediate_size() const { return round_up(intermediate_size, kPaddingMultiple); }
   /// Rows of one canonical FC1 matrix: padded_intermediate_size, twice that when gated.
   int64_t canonical_fc1_rows() const { return padded_intermediate_size() * (gated ? 2 : 1); }
   bool operator==(const ExpertShape&) const = default;
 };
 
 struct PrepareOptions {
-  std::string backend;           // "" picks the best one for the device; see backends()
-  bool refuse_nonfinite = false; // scan for NaN and infinity first: kNonFiniteWeights names the expert
-  int num_threads = 0;           // 0: the OpenMP default
+  std::string backend;  // "" picks the best one for the device; see backends()
+  bool refuse_nonfinite =
+      false;            // scan for NaN and infinity first: kNonFiniteWeights names the expert
+  int num_threads = 0;  // 0: the OpenMP default
 };
 
 /// The canonical arrangement: the bytes FlashInfer's routed NVFP4 module prepares. All buffers are

@@ -25,16 +25,16 @@ struct Support {
 // skipped. Rows are expanded indices x = token * top_k + slot; rows of slots that are not local
 // are left as they are. Ip here is the caller's `intermediate_cols` >= intermediate_size.
 struct StageDump {
-  int64_t hidden_cols = 0;                // columns of the quantized input, multiple of 64, >= H
-  uint8_t* x_codes = nullptr;             // [R, hidden_cols / 2]
-  uint8_t* x_block_scales = nullptr;      // [R, hidden_cols / 16]
-  float* x_token_scale = nullptr;         // [R]
-  int64_t intermediate_cols = 0;          // multiple of 64, >= I
-  uint16_t* intermediate = nullptr;       // [R * top_k, intermediate_cols] bf16
-  uint8_t* h_codes = nullptr;             // [R * top_k, intermediate_cols / 2]
-  uint8_t* h_block_scales = nullptr;      // [R * top_k, intermediate_cols / 16]
-  float* h_token_scale = nullptr;         // [R * top_k]
-  uint16_t* route_output = nullptr;       // [R * top_k, H] bf16
+  int64_t hidden_cols = 0;            // columns of the quantized input, multiple of 64, >= H
+  uint8_t* x_codes = nullptr;         // [R, hidden_cols / 2]
+  uint8_t* x_block_scales = nullptr;  // [R, hidden_cols / 16]
+  float* x_token_scale = nullptr;     // [R]
+  int64_t intermediate_cols = 0;      // multiple of 64, >= I
+  uint16_t* intermediate = nullptr;   // [R * top_k, intermediate_cols] bf16
+  uint8_t* h_codes = nullptr;         // [R * top_k, intermediate_cols / 2]
+  uint8_t* h_block_scales = nullptr;  // [R * top_k, intermediate_cols / 16]
+  float* h_token_scale = nullptr;     // [R * top_k]
+  uint16_t* route_output = nullptr;   // [R * top_k, H] bf16
 };
 
 // Everything a forward needs, validated: pointers are right, sizes agree, rows > 0.
@@ -44,11 +44,11 @@ struct ForwardArgs {
   const uint16_t* hidden_states = nullptr;  // [rows, H] bf16
   const void* routing_map = nullptr;        // [rows, top_k]
   bool routing_is_i64 = false;
-  const float* probabilities = nullptr;     // [rows, top_k]
-  int64_t rows = 0;                         // active rows R
-  void* out = nullptr;                      // [rows, H]
+  const float* probabilities = nullptr;  // [rows, top_k]
+  int64_t rows = 0;                      // active rows R
+  void* out = nullptr;                   // [rows, H]
   bool out_is_f32 = false;
-  std::byte* workspace = nullptr;           // workspace_bytes(), 64-byte aligned
+  std::byte* workspace = nullptr;  // workspace_bytes(), 64-byte aligned
   int num_threads = 1;
   bool batch_invariant = false;
   Stream stream;

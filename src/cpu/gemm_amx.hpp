@@ -23,12 +23,8 @@ struct AmxKernels {
   // c[i * 32 + n] = sum over k of row n times token i, for n < 32, i < m rounded up to 16.
   // `pair`: two adjacent cpu_tiles groups (32 rows). `scratch`: scratch_bytes, 64-byte aligned,
   // per thread.
-  void (*gemm_pair)(const uint8_t* pair,
-                    int64_t k,
-                    const uint8_t* tiles,
-                    int64_t m,
-                    float* c,
-                    uint8_t* scratch);
+  void (*gemm_pair)(
+      const uint8_t* pair, int64_t k, const uint8_t* tiles, int64_t m, float* c, uint8_t* scratch);
   int64_t (*scratch_bytes)(int64_t k);
 };
 

@@ -30,7 +30,9 @@ inline constexpr int kMaxTileTokens = 16;
 inline constexpr float kMagic = 12582912.0F;  // 1.5 * 2^23
 inline constexpr int32_t kMagicBits = 0x4B400000;
 inline constexpr int64_t kTileBlockBytes = 28;  // per token
-constexpr int64_t int_tile_bytes(int64_t tokens, int64_t k) { return tokens * k / 16 * kTileBlockBytes; }
+constexpr int64_t int_tile_bytes(int64_t tokens, int64_t k) {
+  return tokens * k / 16 * kTileBlockBytes;
+}
 
 struct Kernels {
   std::string_view name;
@@ -38,11 +40,8 @@ struct Kernels {
   // Maximum over `bits & 0x7FFF` of n BF16 patterns.
   uint16_t (*amax_bits)(const uint16_t* x, int64_t n);
   // n (a multiple of 16) BF16 values -> n / 2 bytes of codes, n / 16 scale bytes.
-  void (*quantize_row)(const uint16_t* x,
-                       int64_t n,
-                       const OuterScale& outer,
-                       uint8_t* codes,
-                       uint8_t* scales);
+  void (*quantize_row)(
+      const uint16_t* x, int64_t n, const OuterScale& outer, uint8_t* codes, uint8_t* scales);
   // 16 quantized rows -> one cpu_tiles group. `rows` in order; k a multiple of 64.
   void (*pack_group)(const Nvfp4Row* rows, int64_t k, uint8_t* group);
 
@@ -50,12 +49,8 @@ struct Kernels {
   // Writes the m-token tile of `rows`.
   void (*expand_int)(const Nvfp4Row* rows, int m, int64_t k, uint8_t* tile);
   // c[i * c_stride + n] = sum over k of row n of the group times token i, for n < 16, i < m.
-  void (*gemm_int)(const uint8_t* group,
-                   int64_t k,
-                   const uint8_t* tile,
-                   int m,
-                   float* c,
-                   int64_t c_stride);
+  void (*gemm_int)(
+      const uint8_t* group, int64_t k, const uint8_t* tile, int m, float* c, int64_t c_stride);
 
   // FC1 epilogue of one token and 16 features: activation(fl(up * up_scale), fl(gate * gate_scale))
   // -> BF16. Squared ReLU uses `up` alone.
@@ -90,7 +85,7 @@ struct CpuFeatures {
   bool avx2_f16c_fma = false;
   bool avx512_vnni_vbmi = false;  // F, BW, DQ, VL, VBMI, VNNI
   bool amx_bf16 = false;          // with permission for the tile state granted to this process
-  std::string_view avx2_missing;    // the first missing feature, or empty
+  std::string_view avx2_missing;  // the first missing feature, or empty
   std::string_view avx512_missing;
   std::string_view amx_missing;
 };

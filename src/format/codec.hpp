@@ -15,7 +15,7 @@
 namespace hexpert {
 
 inline constexpr uint8_t kE4M3Nan = 0x7F;
-inline constexpr uint8_t kE4M3MaxCode = 0x7E;      // 448
+inline constexpr uint8_t kE4M3MaxCode = 0x7E;  // 448
 inline constexpr uint32_t kCanonicalNan = 0x7FC00000;
 inline constexpr uint32_t kOneSixth = 0x3E2AAAAB;  // fl(1/6), rounded up
 inline constexpr uint32_t kFltMax = 0x7F7FFFFF;
@@ -26,8 +26,9 @@ inline constexpr uint32_t kPerTokenGlobalScale = 0x39C30C31;  // fl(1 / 2688)
 // Twice the value: an integer in -12..12. Code 8 (-0) gives 0.
 HX_HOST_DEVICE constexpr int e2m1_doubled(unsigned code) {
   const unsigned magnitude = code & 7;
-  const int doubled = magnitude < 4 ? static_cast<int>(magnitude)
-                                    : static_cast<int>((2 + (magnitude & 1)) << (magnitude / 2 - 1));
+  const int doubled = magnitude < 4
+                          ? static_cast<int>(magnitude)
+                          : static_cast<int>((2 + (magnitude & 1)) << (magnitude / 2 - 1));
   return (code & 8) != 0 ? -doubled : doubled;
 }
 

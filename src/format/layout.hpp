@@ -31,9 +31,12 @@ HX_HOST_DEVICE constexpr int64_t scale_offset(ScaleLayout scale_layout,
                                               int64_t column,
                                               int64_t columns) {
   switch (scale_layout) {
-    case ScaleLayout::k128x4: return offset_128x4(row, column, columns);
-    case ScaleLayout::k8x4: return offset_8x4(row, column, columns);
-    case ScaleLayout::kLinear: break;
+    case ScaleLayout::k128x4:
+      return offset_128x4(row, column, columns);
+    case ScaleLayout::k8x4:
+      return offset_8x4(row, column, columns);
+    case ScaleLayout::kLinear:
+      break;
   }
   return linear_offset(row, column, columns);
 }
@@ -42,9 +45,12 @@ HX_HOST_DEVICE constexpr int64_t scale_bytes(ScaleLayout scale_layout,
                                              int64_t rows,
                                              int64_t columns) {
   switch (scale_layout) {
-    case ScaleLayout::k128x4: return round_up(rows, 128) * round_up(columns, 4);
-    case ScaleLayout::k8x4: return round_up(rows, 8) * round_up(columns, 4);
-    case ScaleLayout::kLinear: break;
+    case ScaleLayout::k128x4:
+      return round_up(rows, 128) * round_up(columns, 4);
+    case ScaleLayout::k8x4:
+      return round_up(rows, 8) * round_up(columns, 4);
+    case ScaleLayout::kLinear:
+      break;
   }
   return rows * columns;
 }
@@ -86,12 +92,14 @@ HX_HOST_DEVICE constexpr int64_t gated_row(bool gate, int64_t feature, int64_t g
 // Gated FC1 groups alternate up, gate, up, gate, so one task reads both as one stream.
 namespace cpu_tiles {
 inline constexpr int64_t kGroupRows = 16;
-inline constexpr int64_t kSpan = 64;           // K elements of a record
+inline constexpr int64_t kSpan = 64;  // K elements of a record
 inline constexpr int64_t kRecordBytes = 576;
-inline constexpr int64_t kScalesAt = 512;      // offset of the scales in a record
-inline constexpr int64_t kSizeMultiple = 64;   // hidden and intermediate size are padded to this
+inline constexpr int64_t kScalesAt = 512;     // offset of the scales in a record
+inline constexpr int64_t kSizeMultiple = 64;  // hidden and intermediate size are padded to this
 
-constexpr int64_t group_bytes(int64_t k) { return k / kSpan * kRecordBytes; }
+constexpr int64_t group_bytes(int64_t k) {
+  return k / kSpan * kRecordBytes;
+}
 constexpr int64_t matrix_bytes(int64_t rows, int64_t k) {
   return rows / kGroupRows * group_bytes(k);
 }
@@ -100,7 +108,9 @@ constexpr int64_t code_offset(int64_t n, int64_t k) {
   const int64_t in_chunk = k % 8;
   return k / kSpan * kRecordBytes + k % kSpan / 8 * 64 + 2 * (2 * n + in_chunk % 2) + in_chunk / 4;
 }
-constexpr bool nibble_is_high(int64_t k) { return k % 4 >= 2; }
+constexpr bool nibble_is_high(int64_t k) {
+  return k % 4 >= 2;
+}
 constexpr int64_t scale_offset(int64_t n, int64_t block) {
   return block / 4 * kRecordBytes + kScalesAt + block % 4 * 16 + n;
 }

@@ -11,10 +11,10 @@ namespace hexpert {
 
 // Encode scale S, its decode scale fl(1/S), and mult = fl(S * fl(1/6)), of one row or matrix.
 struct OuterScale {
-  float encode = 1;   // S
-  float mult = 0;     // fl(S * fl(1/6))
-  float decode = 1;   // d = fl(1/S), used inside the block quantizer
-  float stored = 1;   // what is stored: alpha or t
+  float encode = 1;       // S
+  float mult = 0;         // fl(S * fl(1/6))
+  float decode = 1;       // d = fl(1/S), used inside the block quantizer
+  float stored = 1;       // what is stored: alpha or t
   bool poisoned = false;  // amax is NaN: scales 0x7F, codes 0
 };
 
@@ -66,7 +66,8 @@ HX_HOST_DEVICE constexpr uint8_t quantize_block(const uint16_t* x,
                                                 const OuterScale& outer,
                                                 uint8_t* codes) {
   if (outer.poisoned) {
-    for (int j = 0; j < 8; ++j) codes[j] = 0;
+    for (int j = 0; j < 8; ++j)
+      codes[j] = 0;
     return kE4M3Nan;
   }
   uint16_t bmax_bits = 0;

@@ -14,7 +14,7 @@ namespace hexpert {
 struct ExpertWeights::Storage {
   ExpertShape shape;
   int num_threads = 0;
-  int64_t hidden = 0;        // hidden_size padded to cpu_tiles::kSizeMultiple: K of FC1, rows of FC2
+  int64_t hidden = 0;  // hidden_size padded to cpu_tiles::kSizeMultiple: K of FC1, rows of FC2
   int64_t intermediate = 0;  // intermediate_size padded likewise: K of FC2, features of FC1
   int64_t fc1_rows = 0;      // intermediate, twice that when gated (groups alternate up, gate)
   int64_t fc1_bytes = 0;     // per expert
