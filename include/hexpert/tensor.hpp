@@ -66,20 +66,15 @@ struct BasicTensorView {
       stride *= shape[i];
     }
   }
-  /// TensorView converts to ConstTensorView.
-  template <typename P = Pointer>
-  requires(!std::is_same_v<P, const void*>) operator BasicTensorView<const void*>()
-      const {  // NOLINT(google-explicit-constructor)
-    BasicTensorView<const void*> view;
-    view.data = data;
-    view.dtype = dtype;
-    view.rank = rank;
+  /// A ConstTensorView is made from a TensorView.
+  template <typename Mutable>
+  requires(std::is_same_v<Pointer, const void*>&& std::is_same_v<Mutable, void*>)
+      BasicTensorView(const BasicTensorView<Mutable>& view)  // NOLINT(google-explicit-constructor)
+      : data(view.data), dtype(view.dtype), rank(view.rank), device(view.device) {
     for (int i = 0; i < kMaxRank; ++i) {
-      view.shape[i] = shape[i];
-      view.strides[i] = strides[i];
+      shape[i] = view.shape[i];
+      strides[i] = view.strides[i];
     }
-    view.device = device;
-    return view;
   }
 
   int64_t num_elements() const {
