@@ -47,7 +47,7 @@ struct CanonicalWeights {
 
 /// One projection of one expert in checkpoint order, already NVFP4: rows packed, scales linear.
 struct QuantizedProjection {
-  const uint8_t* codes = nullptr;         // [rows, cols / 2]
+  const uint8_t* codes = nullptr;         // [rows, ceil(cols / 16) * 8]
   const uint8_t* block_scales = nullptr;  // [rows, ceil(cols / 16)] E4M3
   float alpha = 1;                        // decode scale of this projection
 };
@@ -134,6 +134,7 @@ class ExpertWeights {
 
  private:
   explicit ExpertWeights(std::unique_ptr<Storage> storage);
+  Status check_expert(int64_t expert) const;
   std::unique_ptr<Storage> storage_;
 };
 

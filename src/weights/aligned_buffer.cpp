@@ -36,13 +36,13 @@ AlignedBuffer AlignedBuffer::zeroed(int64_t bytes) {
     // A hint: without huge pages everything works, slower.
     madvise(data, static_cast<size_t>(mapped), MADV_HUGEPAGE);
   }
-  buffer.data_ = std::unique_ptr<uint8_t, Unmap>(data, Unmap{mapped});
+  buffer.data_ = std::unique_ptr<uint8_t, UnmapPages>(data, UnmapPages{mapped});
   buffer.size_ = bytes;
   return buffer;
 }
 
-void AlignedBuffer::Unmap::operator()(uint8_t* data) const {
-  munmap(data, static_cast<size_t>(mapped));
+void UnmapPages::operator()(uint8_t* data) const {
+  munmap(data, static_cast<size_t>(mapped_bytes));
 }
 
 }  // namespace hexpert

@@ -6,13 +6,19 @@
 
 namespace hexpert {
 
+struct UnmapPages {
+  int64_t mapped_bytes = 0;
+  void operator()(uint8_t* data) const;
+};
+
 class AlignedBuffer {
  public:
-  AlignedBuffer() = default;
-  // Zeroed memory aligned to 64 bytes or more, with `kSlackBytes` readable past the end, so that
-  // prefetching and full-width loads may run over. Empty (false) when the system has none.
-  static AlignedBuffer zeroed(int64_t bytes);
+  // Readable past the end of every buffer, so that prefetches and full-width loads may run over.
   static constexpr int64_t kSlackBytes = 4096;
+
+  AlignedBuffer() = default;
+  // Zeroed memory, aligned to a page. Empty (false) when the system has none left.
+  static AlignedBuffer zeroed(int64_t bytes);
 
   uint8_t* data() { return data_.get(); }
   const uint8_t* data() const { return data_.get(); }
@@ -20,11 +26,7 @@ class AlignedBuffer {
   explicit operator bool() const { return data_ != nullptr; }
 
  private:
-  struct Unmap {
-    int64_t mapped = 0;
-    void operator()(uint8_t* data) const;
-  };
-  std::unique_ptr<uint8_t, Unmap> data_;
+  std::unique_ptr<uint8_t, UnmapPages> data_;
   int64_t size_ = 0;
 };
 

@@ -1,0 +1,421 @@
+// Prepare, refresh, import and export of expert weights. docs/format.md section 5.
+#include <omp.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <new>
+
+#include "backend/backend.hpp"
+#include "fmt/format.h"
+#include "weights/storage.hpp"
+#include "weights/tile_groups.hpp"
+
+namespace hexpert {
+namespace {
+
+using Projection = ExpertWeights::Projection;
+
+constexpr int64_t kMaxSize = int64_t{1} << 30;  // of H and I: keeps every product inside int64
+
+int threads_of(int num_threads) {
+  return num_threads > 0 ? num_threads : omp_get_max_threads();
+}
+
+Status check_stack(const char* name, const ConstTensorView& view, int rank) {
+  if (view.rank != rank) {
+    return {ErrorCode::kInvalidShape,
+            fmt::format("{}: expected rank {}, got {}", name, rank, describe(view))};
+  }
+  for (int i = 0; i < rank; ++i) {
+    if (view.shape[i] < 1 || view.shape[i] > kMaxSize) {
+      return {ErrorCode::kInvalidShape,
+              fmt::format(
+                  "{}: every dimension must be in 1..{}, got {}", name, kMaxSize, describe(view))};
+    }
+  }
+  if (view.dtype != DType::kBF16) {
+    return {ErrorCode::kInvalidDtype,
+            fmt::format("{}: expected bf16, got {}", name, describe(view))};
+  }
+  if (!view.is_contiguous()) {
+    return {ErrorCode::kNotContiguous, fmt::format("{}: expected a packed row-major tensor", name)};
+  }
+  if (view.device.type != DeviceType::kCpu) {
+    return {ErrorCode::kDeviceMismatch,
+            fmt::format("{}: expected memory of cpu, got {}", name, to_string(view.device))};
+  }
+  if (view.data == nullptr) {
+    return {ErrorCode::kNullPointer, fmt::format("{}: data is null", name)};
+  }
+  if (reinterpret_cast<uintptr_t>(view.data) % 16 != 0) {
+    return {ErrorCode::kMisaligned,
+            fmt::format("{}: address {} is not a multiple of 16 bytes", name, view.data)};
+  }
+  return {};
+}
+
+// Reads the sizes off two stacks (rank 3) or one expert's matrices (rank 2).
+Result<ExpertShape> shape_of(const ConstTensorView& fc1, const ConstTensorView& fc2, int rank) {
+  HX_RETURN_IF_ERROR(check_stack("fc1_weight", fc1, rank));
+  HX_RETURN_IF_ERROR(check_stack("fc2_weight", fc2, rank));
+  const int64_t* d1 = fc1.shape + (rank - 2);
+  const int64_t* d2 = fc2.shape + (rank - 2);
+  ExpertShape shape;
+  shape.num_local_experts = rank == 3 ? fc2.shape[0] : 1;
+  shape.hidden_size = d2[0];
+  shape.intermediate_size = d2[1];
+  if (rank == 3 && fc1.shape[0] != fc2.shape[0]) {
+    return Status(ErrorCode::kShapeMismatch,
+                  fmt::format("fc2_weight: expected {} experts to match fc1_weight, got {}",
+                              fc1.shape[0],
+                              fc2.shape[0]));
+  }
+  if (d1[1] != shape.hidden_size) {
+    return Status(
+        ErrorCode::kShapeMismatch,
+        fmt::format("fc1_weight: expected {} columns (hidden_size, the rows of fc2_weight), "
+                    "got {}",
+                    shape.hidden_size,
+                    d1[1]));
+  }
+  if (d1[0] != shape.intermediate_size && d1[0] != 2 * shape.intermediate_size) {
+    return Status(
+        ErrorCode::kShapeMismatch,
+        fmt::format("fc1_weight: expected {} rows (intermediate_size) or {} (gate and up), "
+                    "got {}",
+                    shape.intermediate_size,
+                    2 * shape.intermediate_size,
+                    d1[0]));
+  }
+  shape.gated = d1[0] == 2 * shape.intermediate_size;
+  return shape;
+}
+
+Status compare_field(const char* field, int64_t prepared, int64_t given) {
+  if (prepared == given) return {};
+  return {ErrorCode::kMetadataMismatch,
+          fmt::format("{}: the weights were prepared for {}, got {}", field, prepared, given)};
+}
+
+Status check_same(const ExpertShape& prepared, const ExpertShape& given) {
+  HX_RETURN_IF_ERROR(
+      compare_field("num_local_experts", prepared.num_local_experts, given.num_local_experts));
+  HX_RETURN_IF_ERROR(compare_field("hidden_size", prepared.hidden_size, given.hidden_size));
+  HX_RETURN_IF_ERROR(
+      compare_field("intermediate_size", prepared.intermediate_size, given.intermediate_size));
+  return compare_field("gated", prepared.gated ? 1 : 0, given.gated ? 1 : 0);
+}
+
+uint16_t amax_bits(const uint16_t* x, int64_t count, int threads) {
+  constexpr int64_t kChunk = 1 << 16;
+  const cpu::Kernels& kernels = cpu::best_kernels();
+  uint16_t amax = 0;
+#pragma omp parallel for num_threads(threads) reduction(max : amax) schedule(static)
+  for (int64_t begin = 0; begin < count; begin += kChunk) {
+    amax = std::max(amax, kernels.amax_bits(x + begin, std::min(kChunk, count - begin)));
+  }
+  return amax;
+}
+
+// Fills every group of one matrix, in parallel: `source_row(group, n)` is the row of `x` that
+// goes to row n of the group, or -1 for a zero row.
+template <typename SourceRow>
+void quantize_groups(const uint16_t* x,
+                     int64_t cols,
+                     const OuterScale& outer,
+                     int64_t num_groups,
+                     int64_t tile_k,
+                     uint8_t* out,
+                     int threads,
+                     const SourceRow& source_row) {
+#pragma omp parallel num_threads(threads)
+  {
+    GroupBuilder builder(tile_k);
+#pragma omp for schedule(static)
+    for (int64_t group = 0; group < num_groups; ++group) {
+      for (int64_t n = 0; n < tiles::kGroupRows; ++n) {
+        const int64_t row = source_row(group, n);
+        if (row >= 0) {
+          builder.quantize(n, x + row * cols, cols, outer);
+        } else {
+          builder.pad(n, 0, outer.poisoned ? kE4M3Nan : kZeroScale);
+        }
+      }
+      builder.store(out + group * tiles::group_bytes(tile_k));
+    }
+  }
+}
+
+void quantize_expert(ExpertWeights::Storage& s,
+                     int64_t expert,
+                     const uint16_t* fc1,
+                     const uint16_t* fc2) {
+  const ExpertShape& shape = s.shape;
+  const int64_t intermediate = shape.intermediate_size;
+  const int64_t hidden = shape.hidden_size;
+  const int threads = threads_of(s.num_threads);
+
+  const int64_t fc1_source_rows = intermediate * (shape.gated ? 2 : 1);
+  const OuterScale fc1_outer = matrix_scale(amax_bits(fc1, fc1_source_rows * hidden, threads));
+  quantize_groups(fc1,
+                  hidden,
+                  fc1_outer,
+                  s.fc1_rows / tiles::kGroupRows,
+                  s.hidden,
+                  s.fc1_expert(expert),
+                  threads,
+                  [&](int64_t group, int64_t n) {
+                    const GroupSource source = fc1_group_source(shape, group);
+                    const int64_t row = source.first_row + n;
+                    if (row >= intermediate) return int64_t{-1};
+                    // The stack has gate rows first, then up rows.
+                    return shape.gated && !source.gate ? intermediate + row : row;
+                  });
+  s.fc1_up_alpha[static_cast<size_t>(expert)] = fc1_outer.stored;
+  s.fc1_gate_alpha[static_cast<size_t>(expert)] = fc1_outer.stored;
+
+  const OuterScale fc2_outer = matrix_scale(amax_bits(fc2, hidden * intermediate, threads));
+  quantize_groups(fc2,
+                  intermediate,
+                  fc2_outer,
+                  s.hidden / tiles::kGroupRows,
+                  s.intermediate,
+                  s.fc2_expert(expert),
+                  threads,
+                  [&](int64_t group, int64_t n) {
+                    const int64_t row = group * tiles::kGroupRows + n;
+                    return row < hidden ? row : int64_t{-1};
+                  });
+  s.fc2_alpha[static_cast<size_t>(expert)] = fc2_outer.stored;
+}
+
+// The first non-finite expert of a stack, by matrix.
+Status check_finite(
+    const char* name, const uint16_t* x, int64_t experts, int64_t elements, int threads) {
+  for (int64_t e = 0; e < experts; ++e) {
+    const uint16_t amax = amax_bits(x + e * elements, elements, threads);
+    if (amax >= 0x7F80) {
+      return {
+          ErrorCode::kNonFiniteWeights,
+          fmt::format("{}: expert {} holds {}", name, e, amax > 0x7F80 ? "a NaN" : "an infinity")};
+    }
+  }
+  return {};
+}
+
+Status quantize_stacks(ExpertWeights::Storage& s,
+                       const ConstTensorView& fc1,
+                       const ConstTensorView& fc2,
+                       bool refuse_nonfinite) {
+  const int64_t experts = s.shape.num_local_experts;
+  const int64_t fc1_elements = fc1.num_elements() / experts;
+  const int64_t fc2_elements = fc2.num_elements() / experts;
+  if (refuse_nonfinite) {
+    const int threads = threads_of(s.num_threads);
+    HX_RETURN_IF_ERROR(
+        check_finite("fc1_weight", fc1.as<uint16_t>(), experts, fc1_elements, threads));
+    HX_RETURN_IF_ERROR(
+        check_finite("fc2_weight", fc2.as<uint16_t>(), experts, fc2_elements, threads));
+  }
+  for (int64_t e = 0; e < experts; ++e) {
+    quantize_expert(
+        s, e, fc1.as<uint16_t>() + e * fc1_elements, fc2.as<uint16_t>() + e * fc2_elements);
+  }
+  return {};
+}
+
+Status check_projection(
+    const QuantizedProjection& p, const char* name, int64_t expert, int64_t rows, int64_t cols) {
+  if (p.codes == nullptr || p.block_scales == nullptr) {
+    return {ErrorCode::kNullPointer,
+            fmt::format("{}: codes and block_scales of expert {} must not be null", name, expert)};
+  }
+  if (!std::isfinite(p.alpha)) {
+    return {ErrorCode::kNonFiniteWeights,
+            fmt::format(
+                "{}: alpha of expert {} is {}, expected a finite number", name, expert, p.alpha)};
+  }
+  const int64_t blocks = (cols + kBlockSize - 1) / kBlockSize;
+  for (int64_t i = 0; i < rows * blocks; ++i) {
+    if (p.block_scales[i] >= kE4M3Nan) {
+      return {ErrorCode::kNonFiniteWeights,
+              fmt::format("{}: expert {}, row {}, block {}: block scale 0x{:02X} is {}",
+                          name,
+                          expert,
+                          i / blocks,
+                          i % blocks,
+                          p.block_scales[i],
+                          (p.block_scales[i] & 0x7F) == kE4M3Nan ? "NaN" : "negative")};
+    }
+  }
+  return {};
+}
+
+// Copies checkpoint-order rows into groups group_of(row / 16).
+template <typename GroupOf>
+void store_projection(const QuantizedProjection& p,
+                      int64_t rows,
+                      int64_t cols,
+                      int64_t padded_rows,
+                      int64_t tile_k,
+                      uint8_t* matrix,
+                      const GroupOf& group_of) {
+  const int64_t stored_cols = round_up(cols, kBlockSize);
+  GroupBuilder builder(tile_k);
+  for (int64_t first = 0; first < padded_rows; first += tiles::kGroupRows) {
+    for (int64_t n = 0; n < tiles::kGroupRows; ++n) {
+      const int64_t row = first + n;
+      if (row < rows) {
+        builder.copy(n,
+                     p.codes + row * (stored_cols / 2),
+                     p.block_scales + row * (stored_cols / kBlockSize),
+                     stored_cols);
+      } else {
+        builder.pad(n, 0, kZeroScale);
+      }
+    }
+    builder.store(matrix + group_of(first) * tiles::group_bytes(tile_k));
+  }
+}
+
+}  // namespace
+
+ExpertWeights::ExpertWeights(std::unique_ptr<Storage> storage) : storage_(std::move(storage)) {}
+ExpertWeights::ExpertWeights(ExpertWeights&&) noexcept = default;
+ExpertWeights& ExpertWeights::operator=(ExpertWeights&&) noexcept = default;
+ExpertWeights::~ExpertWeights() = default;
+
+Result<ExpertWeights> ExpertWeights::allocate(const ExpertShape& shape,
+                                              const PrepareOptions& options) {
+  if (shape.num_local_experts < 1 || shape.hidden_size < 1 || shape.intermediate_size < 1 ||
+      shape.num_local_experts > kMaxSize || shape.hidden_size > kMaxSize ||
+      shape.intermediate_size > kMaxSize) {
+    return Status(ErrorCode::kInvalidShape,
+                  fmt::format("shape: every size must be in 1..{}, got num_local_experts {}, "
+                              "hidden_size {}, intermediate_size {}",
+                              kMaxSize,
+                              shape.num_local_experts,
+                              shape.hidden_size,
+                              shape.intermediate_size));
+  }
+  Result<const Backend*> backend = find_backend(options.backend, Device::cpu());
+  if (!backend.ok()) return backend.status();
+  try {
+    auto s = std::make_unique<Storage>();
+    s->shape = shape;
+    s->num_threads = options.num_threads;
+    s->hidden = round_up(shape.hidden_size, tiles::kSizeMultiple);
+    s->intermediate = round_up(shape.intermediate_size, tiles::kSizeMultiple);
+    s->fc1_rows = s->intermediate * (shape.gated ? 2 : 1);
+    s->fc1_bytes = tiles::matrix_bytes(s->fc1_rows, s->hidden);
+    s->fc2_bytes = tiles::matrix_bytes(s->hidden, s->intermediate);
+    const double wanted = static_cast<double>(shape.num_local_experts) *
+                          static_cast<double>(s->fc1_bytes + s->fc2_bytes);
+    if (wanted < 1e15) {
+      s->fc1 = AlignedBuffer::zeroed(shape.num_local_experts * s->fc1_bytes);
+      s->fc2 = AlignedBuffer::zeroed(shape.num_local_experts * s->fc2_bytes);
+    }
+    if (!s->fc1 || !s->fc2) {
+      return Status(ErrorCode::kOutOfMemory,
+                    fmt::format("weights: {:.3f} GB could not be allocated", wanted * 1e-9));
+    }
+    const auto experts = static_cast<size_t>(shape.num_local_experts);
+    s->fc1_up_alpha.assign(experts, 1.0F);
+    s->fc1_gate_alpha.assign(experts, 1.0F);
+    s->fc2_alpha.assign(experts, 1.0F);
+    return ExpertWeights(std::move(s));
+  } catch (const std::bad_alloc&) {
+    return Status(ErrorCode::kOutOfMemory, "weights: the tables of alphas could not be allocated");
+  }
+}
+
+Result<ExpertWeights> ExpertWeights::prepare(const ConstTensorView& fc1_weight,
+                                             const ConstTensorView& fc2_weight,
+                                             const PrepareOptions& options) {
+  const Result<ExpertShape> shape = shape_of(fc1_weight, fc2_weight, 3);
+  if (!shape.ok()) return shape.status();
+  Result<ExpertWeights> weights = allocate(*shape, options);
+  if (!weights.ok()) return weights;
+  HX_RETURN_IF_ERROR(
+      quantize_stacks(*weights->storage_, fc1_weight, fc2_weight, options.refuse_nonfinite));
+  return weights;
+}
+
+Status ExpertWeights::refresh(const ConstTensorView& fc1_weight,
+                              const ConstTensorView& fc2_weight) {
+  const Result<ExpertShape> given = shape_of(fc1_weight, fc2_weight, 3);
+  if (!given.ok()) return given.status();
+  HX_RETURN_IF_ERROR(check_same(shape(), *given));
+  return quantize_stacks(*storage_, fc1_weight, fc2_weight, false);
+}
+
+Status ExpertWeights::set_expert(int64_t expert,
+                                 const ConstTensorView& fc1_weight,
+                                 const ConstTensorView& fc2_weight) {
+  HX_RETURN_IF_ERROR(check_expert(expert));
+  Result<ExpertShape> given = shape_of(fc1_weight, fc2_weight, 2);
+  if (!given.ok()) return given.status();
+  given->num_local_experts = shape().num_local_experts;
+  HX_RETURN_IF_ERROR(check_same(shape(), *given));
+  quantize_expert(*storage_, expert, fc1_weight.as<uint16_t>(), fc2_weight.as<uint16_t>());
+  return {};
+}
+
+Status ExpertWeights::set_quantized_expert(int64_t expert, const QuantizedExpert& source) {
+  HX_RETURN_IF_ERROR(check_expert(expert));
+  const int64_t hidden = shape().hidden_size;
+  const int64_t intermediate = shape().intermediate_size;
+  if (shape().gated) {
+    HX_RETURN_IF_ERROR(check_projection(source.gate, "gate", expert, intermediate, hidden));
+  }
+  HX_RETURN_IF_ERROR(check_projection(source.up, "up", expert, intermediate, hidden));
+  HX_RETURN_IF_ERROR(check_projection(source.down, "down", expert, hidden, intermediate));
+
+  Storage& s = *storage_;
+  const auto fc1_group = [&](bool gate) {
+    return [&s, gate](int64_t row) { return fc1_group_of(s.shape, gate, row); };
+  };
+  uint8_t* fc1 = s.fc1_expert(expert);
+  const auto index = static_cast<size_t>(expert);
+  store_projection(
+      source.up, intermediate, hidden, s.intermediate, s.hidden, fc1, fc1_group(false));
+  s.fc1_up_alpha[index] = source.up.alpha;
+  s.fc1_gate_alpha[index] = source.up.alpha;
+  if (s.shape.gated) {
+    store_projection(
+        source.gate, intermediate, hidden, s.intermediate, s.hidden, fc1, fc1_group(true));
+    s.fc1_gate_alpha[index] = source.gate.alpha;
+  }
+  store_projection(source.down,
+                   hidden,
+                   intermediate,
+                   s.hidden,
+                   s.intermediate,
+                   s.fc2_expert(expert),
+                   [](int64_t row) { return row / tiles::kGroupRows; });
+  s.fc2_alpha[index] = source.down.alpha;
+  return {};
+}
+
+Status ExpertWeights::check_expert(int64_t expert) const {
+  if (expert >= 0 && expert < shape().num_local_experts) return {};
+  return {ErrorCode::kInvalidArgument,
+          fmt::format("expert: expected 0..{}, got {}", shape().num_local_experts - 1, expert)};
+}
+
+const ExpertShape& ExpertWeights::shape() const {
+  return storage_->shape;
+}
+Device ExpertWeights::device() const {
+  return Device::cpu();
+}
+std::string_view ExpertWeights::layout_name() const {
+  return "cpu-tiles";
+}
+int64_t ExpertWeights::size_bytes() const {
+  const int64_t alphas = 3 * static_cast<int64_t>(sizeof(float)) * shape().num_local_experts;
+  return storage_->fc1.size() + storage_->fc2.size() + alphas;
+}
+
+}  // namespace hexpert
