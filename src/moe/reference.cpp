@@ -3,14 +3,12 @@
 // no routing sort with them. docs/format.md section 6.
 #include "moe/reference.hpp"
 
-#include <fmt/format.h>
 #include <omp.h>
 
 #include <algorithm>
 #include <array>
 #include <cmath>
 
-#include "backend/backend.hpp"
 #include "format/layout.hpp"
 #include "moe/activation.hpp"
 #include "moe/stage_dump.hpp"
@@ -274,7 +272,6 @@ Status forward(const ForwardArgs& args) {
 }  // namespace
 }  // namespace reference
 
-extern const Backend reference_backend;
 const Backend reference_backend = {
     .name = "reference",
     .device = DeviceType::kCpu,

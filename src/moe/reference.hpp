@@ -4,10 +4,14 @@
 
 #include <cstdint>
 
-#include "hexpert/moe.hpp"
+#include "backend/backend.hpp"
 #include "weights/storage.hpp"
 
-namespace hexpert::reference {
+namespace hexpert {
+
+extern const Backend reference_backend;
+
+namespace reference {
 
 // One row in NVFP4 with linear block scales, in memory of the caller.
 struct QuantizedRow {
@@ -46,4 +50,5 @@ float combine(const float* probabilities,
               int64_t stride,
               int64_t top_k);
 
-}  // namespace hexpert::reference
+}  // namespace reference
+}  // namespace hexpert

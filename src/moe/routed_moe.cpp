@@ -1,0 +1,352 @@
+// RoutedMoe: checks of a plan and of its inputs. The work itself is a backend's.
+#include "hexpert/moe.hpp"
+
+#include <fmt/format.h>
+#include <omp.h>
+
+#include <algorithm>
+#include <limits>
+#include <new>
+
+#include "moe/activation.hpp"
+#include "moe/routed_moe_impl.hpp"
+
+namespace hexpert {
+namespace {
+
+constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
+constexpr int kMaxThreads = 1024;       // OpenMP ends the process when it cannot start a thread
+constexpr int64_t kBaseAlignment = 16;  // of BF16 inputs and outputs, bytes
+
+template <typename... Args>
+Status fail(ErrorCode code, fmt::format_string<Args...> format, Args&&... args) {
+  return {code, fmt::format(format, std::forward<Args>(args)...)};
+}
+
+// --- create ---
+
+Status check_problem(const MoeProblem& problem, const ExpertShape& shape) {
+  constexpr ErrorCode kInvalid = ErrorCode::kInvalidArgument;
+  if (problem.max_tokens < 0) {
+    return fail(kInvalid, "max_tokens: expected a number >= 0, got {}", problem.max_tokens);
+  }
+  if (problem.top_k < 1) return fail(kInvalid, "top_k: expected >= 1, got {}", problem.top_k);
+  if (problem.num_experts < 1) {
+    return fail(kInvalid, "num_experts: expected >= 1, got {}", problem.num_experts);
+  }
+  if (problem.local_expert_offset < 0) {
+    return fail(
+        kInvalid, "local_expert_offset: expected >= 0, got {}", problem.local_expert_offset);
+  }
+  if (problem.local_expert_offset > problem.num_experts - shape.num_local_experts) {
+    return fail(kInvalid,
+                "local_expert_offset: expected offset + num_local_experts <= num_experts = {}, got "
+                "{} + {}",
+                problem.num_experts,
+                problem.local_expert_offset,
+                shape.num_local_experts);
+  }
+  HX_RETURN_IF_ERROR(validate_activation(problem.activation, shape.gated));
+  if (problem.max_tokens > kMaxInt32 / problem.top_k) {
+    return fail(ErrorCode::kTooLarge,
+                "max_tokens: expected max_tokens * top_k <= {}, got {} * {}",
+                kMaxInt32,
+                problem.max_tokens,
+                problem.top_k);
+  }
+  return Status::success();
+}
+
+// The named backend, or the first available one that takes the problem.
+Result<const Backend*> choose_backend(const MoeProblem& problem,
+                                      const ExpertShape& shape,
+                                      const std::string& name,
+                                      const Device& device) {
+  if (!name.empty()) {
+    Result<const Backend*> found = find_backend(name, device);
+    if (!found.ok()) return found;
+    if (const Support support = (*found)->supports(problem, shape); !support) {
+      return fail(ErrorCode::kUnsupported, "backend: {}: {}", name, support.reason);
+    }
+    return found;
+  }
+  std::string reasons;
+  for (const Backend* backend : backends()) {
+    if (backend->device != device.type) continue;
+    Support support = backend->available();
+    if (support) support = backend->supports(problem, shape);
+    if (support) return backend;
+    reasons += fmt::format("; {}: {}", backend->name, support.reason);
+  }
+  return fail(ErrorCode::kUnsupportedDevice,
+              "backend: no backend of this build for {}{}",
+              to_string(device),
+              reasons);
+}
+
+// --- forward ---
+
+// A named argument, for messages.
+struct Argument {
+  std::string_view name;
+  ConstTensorView view;
+};
+
+int64_t size_bytes(const ConstTensorView& view) {
+  return view.num_elements() * size_of(view.dtype);
+}
+
+Status check_shape(const Argument& a, int64_t rows, int64_t cols, ErrorCode code) {
+  if (a.view.rank != 2 || a.view.shape[0] != rows || a.view.shape[1] != cols) {
+    return fail(code, "{}: expected [{}, {}], got {}", a.name, rows, cols, describe(a.view));
+  }
+  return Status::success();
+}
+
+Status check_packed(const Argument& a, ErrorCode code) {
+  if (!a.view.is_contiguous()) {
+    return fail(code,
+                "{}: expected packed rows, got {} with strides [{}, {}]",
+                a.name,
+                describe(a.view),
+                a.view.strides[0],
+                a.view.strides[1]);
+  }
+  return Status::success();
+}
+
+Status check_memory(const Argument& a, const Device& device, int64_t alignment) {
+  if (!(a.view.device == device)) {
+    return fail(ErrorCode::kDeviceMismatch,
+                "{}: expected memory of {}, got {}",
+                a.name,
+                to_string(device),
+                to_string(a.view.device));
+  }
+  if (size_bytes(a.view) == 0) return Status::success();
+  if (a.view.data == nullptr) {
+    return fail(ErrorCode::kNullPointer,
+                "{}: expected {} bytes, got a null pointer",
+                a.name,
+                size_bytes(a.view));
+  }
+  if (reinterpret_cast<uintptr_t>(a.view.data) % static_cast<uintptr_t>(alignment) != 0) {
+    return fail(ErrorCode::kMisaligned,
+                "{}: expected an address aligned to {} bytes, got {}",
+                a.name,
+                alignment,
+                a.view.data);
+  }
+  return Status::success();
+}
+
+Status check_no_overlap(const Argument& out, const Argument& input) {
+  const auto begin = [](const Argument& a) { return reinterpret_cast<uintptr_t>(a.view.data); };
+  const auto end = [&](const Argument& a) {
+    return begin(a) + static_cast<uintptr_t>(size_bytes(a.view));
+  };
+  const bool empty = size_bytes(out.view) == 0 || size_bytes(input.view) == 0;
+  if (!empty && begin(out) < end(input) && begin(input) < end(out)) {
+    return fail(
+        ErrorCode::kInvalidOutput,
+        "out: expected memory that overlaps no input, got [{:#x}, {:#x}) over {} at [{:#x}, "
+        "{:#x})",
+        begin(out),
+        end(out),
+        input.name,
+        begin(input),
+        end(input));
+  }
+  return Status::success();
+}
+
+Status check_forward(const RoutedMoe::Impl& impl,
+                     const MoeInputs& inputs,
+                     const TensorView& out_view) {
+  const Argument hidden{"hidden_states", inputs.hidden_states};
+  const Argument routing{"routing_map", inputs.routing_map};
+  const Argument probabilities{"probabilities", inputs.probabilities};
+  const Argument out{"out", out_view};
+  const int64_t hidden_size = impl.weights->shape.hidden_size;
+  const int64_t top_k = impl.problem.top_k;
+
+  if (hidden.view.rank != 2 || hidden.view.shape[0] < 0) {
+    return fail(ErrorCode::kInvalidShape,
+                "hidden_states: expected [tokens, {}], got {}",
+                hidden_size,
+                describe(hidden.view));
+  }
+  const int64_t tokens = hidden.view.shape[0];
+  HX_RETURN_IF_ERROR(check_shape(hidden, tokens, hidden_size, ErrorCode::kShapeMismatch));
+  HX_RETURN_IF_ERROR(check_shape(routing, tokens, top_k, ErrorCode::kShapeMismatch));
+  HX_RETURN_IF_ERROR(check_shape(probabilities, tokens, top_k, ErrorCode::kShapeMismatch));
+  HX_RETURN_IF_ERROR(check_shape(out, tokens, hidden_size, ErrorCode::kInvalidOutput));
+  if (tokens > impl.problem.max_tokens) {
+    return fail(ErrorCode::kTooLarge,
+                "hidden_states: expected at most max_tokens = {} tokens, got {}",
+                impl.problem.max_tokens,
+                tokens);
+  }
+
+  if (hidden.view.dtype != DType::kBF16) {
+    return fail(
+        ErrorCode::kInvalidDtype, "hidden_states: expected bf16, got {}", describe(hidden.view));
+  }
+  if (routing.view.dtype != DType::kI32 && routing.view.dtype != DType::kI64) {
+    return fail(ErrorCode::kInvalidDtype,
+                "routing_map: expected i32 or i64, got {}",
+                describe(routing.view));
+  }
+  if (probabilities.view.dtype != DType::kF32) {
+    return fail(ErrorCode::kInvalidDtype,
+                "probabilities: expected f32, got {}",
+                describe(probabilities.view));
+  }
+  if (out.view.dtype != DType::kBF16 && out.view.dtype != DType::kF32) {
+    return fail(ErrorCode::kInvalidOutput, "out: expected bf16 or f32, got {}", describe(out.view));
+  }
+
+  for (const Argument* input : {&hidden, &routing, &probabilities}) {
+    HX_RETURN_IF_ERROR(check_packed(*input, ErrorCode::kNotContiguous));
+  }
+  HX_RETURN_IF_ERROR(check_packed(out, ErrorCode::kInvalidOutput));
+
+  if (inputs.token_capacity && *inputs.token_capacity < 0) {
+    return fail(ErrorCode::kInvalidArgument,
+                "token_capacity: expected >= 0, got {}",
+                *inputs.token_capacity);
+  }
+
+  HX_RETURN_IF_ERROR(check_memory(hidden, impl.device, kBaseAlignment));
+  HX_RETURN_IF_ERROR(check_memory(routing, impl.device, size_of(routing.view.dtype)));
+  HX_RETURN_IF_ERROR(check_memory(probabilities, impl.device, size_of(DType::kF32)));
+  HX_RETURN_IF_ERROR(check_memory(out, impl.device, kBaseAlignment));
+  for (const Argument* input : {&hidden, &routing, &probabilities}) {
+    HX_RETURN_IF_ERROR(check_no_overlap(out, *input));
+  }
+  return Status::success();
+}
+
+Status run_forward(RoutedMoe::Impl& impl,
+                   const MoeInputs& inputs,
+                   const TensorView& out,
+                   const StageDump* dump,
+                   Stream stream) {
+  try {
+    HX_RETURN_IF_ERROR(check_forward(impl, inputs, out));
+    int64_t rows = inputs.hidden_states.shape[0];
+    if (inputs.use_bounded_rows && inputs.token_capacity) {
+      rows = std::min(rows, *inputs.token_capacity);
+    }
+    if (rows == 0) return Status::success();
+    return impl.backend->forward({
+        .problem = &impl.problem,
+        .weights = impl.weights,
+        .hidden_states = inputs.hidden_states.as<uint16_t>(),
+        .routing_map = inputs.routing_map.data,
+        .routing_is_i64 = inputs.routing_map.dtype == DType::kI64,
+        .probabilities = inputs.probabilities.as<float>(),
+        .rows = rows,
+        .out = out.data,
+        .out_is_f32 = out.dtype == DType::kF32,
+        .workspace = reinterpret_cast<std::byte*>(impl.workspace.data()),
+        .num_threads = impl.options.num_threads,
+        .batch_invariant = impl.options.batch_invariant,
+        .stream = stream,
+        .dump = dump,
+    });
+  } catch (const std::bad_alloc&) {
+    return {ErrorCode::kOutOfMemory, "forward"};
+  }
+}
+
+Result<std::unique_ptr<RoutedMoe::Impl>> make_impl(const MoeProblem& problem,
+                                                   const ExpertWeights& weights,
+                                                   const MoeOptions& options) {
+  const ExpertShape& shape = weights.shape();
+  HX_RETURN_IF_ERROR(check_problem(problem, shape));
+  if (options.num_threads < 0 || options.num_threads > kMaxThreads) {
+    return fail(ErrorCode::kInvalidArgument,
+                "num_threads: expected 0..{}, got {}",
+                kMaxThreads,
+                options.num_threads);
+  }
+  Result<const Backend*> backend =
+      choose_backend(problem, shape, options.backend, weights.device());
+  if (!backend.ok()) return backend.status();
+
+  auto impl = std::make_unique<RoutedMoe::Impl>();
+  impl->problem = problem;
+  impl->options = options;
+  if (options.num_threads == 0) {
+    impl->options.num_threads = std::clamp(omp_get_max_threads(), 1, kMaxThreads);
+  }
+  impl->weights = &weights.storage();
+  impl->device = weights.device();
+  impl->backend = *backend;
+  impl->workspace_bytes = impl->backend->workspace_bytes(problem, shape, impl->options.num_threads);
+  impl->workspace = AlignedBuffer::zeroed(impl->workspace_bytes);
+  if (impl->workspace_bytes > 0 && !impl->workspace) {
+    return fail(ErrorCode::kOutOfMemory, "workspace: {} bytes", impl->workspace_bytes);
+  }
+  return impl;
+}
+
+}  // namespace
+
+Result<RoutedMoe> RoutedMoe::create(const MoeProblem& problem,
+                                    const ExpertWeights& weights,
+                                    const MoeOptions& options) {
+  try {
+    Result<std::unique_ptr<Impl>> impl = make_impl(problem, weights, options);
+    if (!impl.ok()) return impl.status();
+    return RoutedMoe(*std::move(impl));
+  } catch (const std::bad_alloc&) {
+    return Status(ErrorCode::kOutOfMemory, "create");
+  }
+}
+
+Status RoutedMoe::forward(const MoeInputs& inputs, const TensorView& out, Stream stream) {
+  return run_forward(*impl_, inputs, out, nullptr, stream);
+}
+
+Status forward_with_dump(RoutedMoe& moe,
+                         const MoeInputs& inputs,
+                         const TensorView& out,
+                         const StageDump& dump) {
+  return run_forward(moe.impl(), inputs, out, &dump, {});
+}
+
+std::string RoutedMoe::plan() const {
+  const ExpertShape& shape = impl_->weights->shape;
+  const MoeProblem& problem = impl_->problem;
+  return fmt::format(
+      "{} | tokens <= {} experts {} of {} from {} top_k {} hidden {} intermediate {} {} | {} | "
+      "threads {} | workspace {} bytes",
+      impl_->backend->name,
+      problem.max_tokens,
+      shape.num_local_experts,
+      problem.num_experts,
+      problem.local_expert_offset,
+      problem.top_k,
+      shape.hidden_size,
+      shape.intermediate_size,
+      to_string(problem.activation.type),
+      impl_->backend->describe(problem, shape, impl_->options),
+      impl_->options.num_threads,
+      impl_->workspace_bytes);
+}
+
+std::string_view RoutedMoe::backend_name() const {
+  return impl_->backend->name;
+}
+int64_t RoutedMoe::workspace_bytes() const {
+  return impl_->workspace_bytes;
+}
+
+RoutedMoe::RoutedMoe(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+RoutedMoe::RoutedMoe(RoutedMoe&&) noexcept = default;
+RoutedMoe& RoutedMoe::operator=(RoutedMoe&&) noexcept = default;
+RoutedMoe::~RoutedMoe() = default;
+
+}  // namespace hexpert
