@@ -1,0 +1,42 @@
+// Look-up tables of the integer kernels.
+#pragma once
+
+#include <array>
+#include <cstdint>
+
+#include "format/codec.hpp"
+
+namespace hexpert::cpu {
+
+// f(code) for the 16 E2M1 codes, repeated to 64 entries: a byte permute that reads six index bits
+// then ignores what lies above the nibble.
+template <typename T, typename Function>
+constexpr std::array<T, 64> repeat_codes(Function f) {
+  std::array<T, 64> table{};
+  for (size_t i = 0; i < 64; ++i) table[i] = static_cast<T>(f(static_cast<unsigned>(i % 16)));
+  return table;
+}
+
+// Weights: 2w + 12, so 0..24, unsigned.
+alignas(64) inline constexpr std::array<uint8_t, 64> kDoubledPlus12 =
+    repeat_codes<uint8_t>([](unsigned code) { return e2m1_doubled(code) + 12; });
+// Activations: 2a, so -12..12.
+alignas(64) inline constexpr std::array<int8_t, 64> kDoubled =
+    repeat_codes<int8_t>([](unsigned code) { return e2m1_doubled(code); });
+
+// Values of the 256 E4M3 codes.
+inline constexpr std::array<float, 256> kE4M3Values = [] {
+  std::array<float, 256> table{};
+  for (size_t i = 0; i < 256; ++i) table[i] = e4m3_value(static_cast<uint8_t>(i));
+  return table;
+}();
+
+// Partial sums are of doubled values on both sides (4), and of scales read as FP16 bits (2^-8).
+inline constexpr float kIntSumUnit = 64.0F;
+
+// Distance at which the weight stream is prefetched into L2, in records of cpu_tiles. Groups of an
+// expert are contiguous, so running past the end of one is what is wanted.
+// 8 records: 1.5x over none at one token; a core alone keeps too few loads in flight for DRAM.
+inline constexpr int64_t kPrefetchRecords = 8;
+
+}  // namespace hexpert::cpu
