@@ -69,8 +69,8 @@ void activate16(const Activation& activation,
       return;
     default:
       for (int i = 0; i < 16; ++i) {
-        out[i] = bf16_from_f32(static_cast<float>(
-            activate(activation, gate[i] * gate_scale, up[i] * up_scale)));
+        out[i] = bf16_from_f32(
+            static_cast<float>(activate(activation, up[i] * up_scale, gate[i] * gate_scale)));
       }
   }
 }

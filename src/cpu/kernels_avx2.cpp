@@ -82,8 +82,8 @@ void expand_int(const Nvfp4Row* rows, int m, int64_t k, uint8_t* tile) {
     for (int t = 0; t < m; ++t) {
       const __m128i bytes =
           _mm_loadl_epi64(reinterpret_cast<const __m128i*>(rows[t].codes + 8 * b));
-      const __m128i nibbles = _mm_and_si128(
-          _mm_unpacklo_epi64(bytes, _mm_srli_epi16(bytes, 4)), low);
+      const __m128i nibbles =
+          _mm_and_si128(_mm_unpacklo_epi64(bytes, _mm_srli_epi16(bytes, 4)), low);
       const __m128i values = _mm_shuffle_epi8(table, _mm_shuffle_epi8(nibbles, order));
       __m128i sum = _mm_madd_epi16(_mm_maddubs_epi16(_mm_set1_epi8(1), values), _mm_set1_epi16(1));
       sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0b01001110));
@@ -99,16 +99,18 @@ void expand_int(const Nvfp4Row* rows, int m, int64_t k, uint8_t* tile) {
 // One group as two halves of 8 rows, in the 8 lanes, times M tokens.
 template <int M>
 void gemm_tile(const uint8_t* group, int64_t k, const uint8_t* tile, float* c, int64_t c_stride) {
-  const __m256i table =
-      _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(kDoubledPlus12.data())));
+  const __m256i table = _mm256_broadcastsi128_si256(
+      _mm_load_si128(reinterpret_cast<const __m128i*>(kDoubledPlus12.data())));
   const __m256i low = _mm256_set1_epi8(15);
   const __m256i ones = _mm256_set1_epi16(1);
   __m256 acc[M][2];
-  for (int i = 0; i < M; ++i) acc[i][0] = acc[i][1] = _mm256_setzero_ps();
+  for (int i = 0; i < M; ++i)
+    acc[i][0] = acc[i][1] = _mm256_setzero_ps();
   for (int64_t record = 0; record < k / tiles::kSpan; ++record, group += tiles::kRecordBytes) {
     for (int64_t line = 0; line < tiles::kRecordBytes; line += 64) {
-      _mm_prefetch(reinterpret_cast<const char*>(group) + kPrefetchRecords * tiles::kRecordBytes + line,
-                   _MM_HINT_T1);
+      _mm_prefetch(
+          reinterpret_cast<const char*>(group) + kPrefetchRecords * tiles::kRecordBytes + line,
+          _MM_HINT_T1);
     }
     for (int b = 0; b < 4; ++b, tile += kTileBlockBytes * M) {
       const auto* codes = reinterpret_cast<const int32_t*>(tile);
@@ -137,7 +139,8 @@ void gemm_tile(const uint8_t* group, int64_t k, const uint8_t* tile, float* c, i
                                _mm256_maddubs_epi16(w1, _mm256_set1_epi32(codes[4 * i + 1]))),
               _mm256_add_epi16(_mm256_maddubs_epi16(w2, _mm256_set1_epi32(codes[4 * i + 2])),
                                _mm256_maddubs_epi16(w3, _mm256_set1_epi32(codes[4 * i + 3]))));
-          const __m256i d = _mm256_add_epi32(_mm256_madd_epi16(p, ones), _mm256_set1_epi32(start[i]));
+          const __m256i d =
+              _mm256_add_epi32(_mm256_madd_epi16(p, ones), _mm256_set1_epi32(start[i]));
           const __m256 term = _mm256_fmsub_ps(
               _mm256_castsi256_ps(d), _mm256_set1_ps(scale[i]), _mm256_set1_ps(scale[M + i]));
           acc[i][h] = _mm256_fmadd_ps(term, ws, acc[i][h]);
@@ -177,5 +180,7 @@ constexpr Kernels kTable = {"avx2",
 #endif
 
 namespace hexpert::cpu {
-const Kernels* avx2_kernels() { return cpu_features().avx2_f16c_fma ? &kTable : nullptr; }
+const Kernels* avx2_kernels() {
+  return cpu_features().avx2_f16c_fma ? &kTable : nullptr;
+}
 }  // namespace hexpert::cpu

@@ -10,8 +10,9 @@
 #include "moe/activation.hpp"
 
 #if defined(__clang__)
-#pragma clang attribute push( \
-    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,avx2,fma,f16c"))), \
+#pragma clang attribute push(                                                               \
+    __attribute__((                                                                         \
+        target("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,avx2,fma,f16c"))), \
     apply_to = function)
 #else
 #pragma GCC push_options
@@ -62,10 +63,8 @@ struct Vec {
     __m512i rounded = _mm512_srli_epi32(
         _mm512_add_epi32(bits, _mm512_add_epi32(even, _mm512_set1_epi32(0x7FFF))), 16);
     const __m512i sign = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(0x8000));
-    rounded = _mm512_mask_or_epi32(rounded,
-                                   _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q),
-                                   sign,
-                                   _mm512_set1_epi32(0x7FC0));
+    rounded = _mm512_mask_or_epi32(
+        rounded, _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q), sign, _mm512_set1_epi32(0x7FC0));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(rounded));
   }
 };
@@ -118,11 +117,13 @@ template <int M>
 void gemm_tile(const uint8_t* group, int64_t k, const uint8_t* tile, float* c, int64_t c_stride) {
   const __m512i table = _mm512_load_si512(kDoubledPlus12.data());
   __m512 acc[M];
-  for (int i = 0; i < M; ++i) acc[i] = _mm512_setzero_ps();
+  for (int i = 0; i < M; ++i)
+    acc[i] = _mm512_setzero_ps();
   for (int64_t record = 0; record < k / tiles::kSpan; ++record, group += tiles::kRecordBytes) {
     for (int64_t line = 0; line < tiles::kRecordBytes; line += 64) {
-      _mm_prefetch(reinterpret_cast<const char*>(group) + kPrefetchRecords * tiles::kRecordBytes + line,
-                   _MM_HINT_T1);
+      _mm_prefetch(
+          reinterpret_cast<const char*>(group) + kPrefetchRecords * tiles::kRecordBytes + line,
+          _MM_HINT_T1);
     }
 #pragma GCC unroll 4
     for (int b = 0; b < 4; ++b, tile += kTileBlockBytes * M) {

@@ -86,14 +86,16 @@ void gemm_tile(const uint8_t* group, int64_t k, const uint8_t* tile, float* c, i
       const float ws = kE4M3Values[scales[n] & 0x7F];
       for (int t = 0; t < M; ++t) {
         int32_t sum = start[t];
-        for (int i = 0; i < 16; ++i) sum += weight[i] * codes[16 * t + i];
+        for (int i = 0; i < 16; ++i)
+          sum += weight[i] * codes[16 * t + i];
         const float term = std::bit_cast<float>(sum) * scale[t] - scale[M + t];
         acc[t][n] = std::fma(term, ws, acc[t][n]);
       }
     }
   }
   for (int t = 0; t < M; ++t) {
-    for (int64_t n = 0; n < tiles::kGroupRows; ++n) c[t * c_stride + n] = acc[t][n] * 0.25F;
+    for (int64_t n = 0; n < tiles::kGroupRows; ++n)
+      c[t * c_stride + n] = acc[t][n] * 0.25F;
   }
 }
 
@@ -114,6 +116,8 @@ constexpr Kernels kTable = {"scalar",
 
 }  // namespace
 
-const Kernels* scalar_kernels() { return &kTable; }
+const Kernels* scalar_kernels() {
+  return &kTable;
+}
 
 }  // namespace hexpert::cpu

@@ -13,7 +13,8 @@ namespace hexpert::cpu {
 template <typename T, typename Function>
 constexpr std::array<T, 64> repeat_codes(Function f) {
   std::array<T, 64> table{};
-  for (size_t i = 0; i < 64; ++i) table[i] = static_cast<T>(f(static_cast<unsigned>(i % 16)));
+  for (size_t i = 0; i < 64; ++i)
+    table[i] = static_cast<T>(f(static_cast<unsigned>(i % 16)));
   return table;
 }
 
@@ -27,7 +28,8 @@ alignas(64) inline constexpr std::array<int8_t, 64> kDoubled =
 // Values of the 256 E4M3 codes.
 inline constexpr std::array<float, 256> kE4M3Values = [] {
   std::array<float, 256> table{};
-  for (size_t i = 0; i < 256; ++i) table[i] = e4m3_value(static_cast<uint8_t>(i));
+  for (size_t i = 0; i < 256; ++i)
+    table[i] = e4m3_value(static_cast<uint8_t>(i));
   return table;
 }();
 

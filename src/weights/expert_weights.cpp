@@ -7,6 +7,7 @@
 #include <new>
 
 #include "backend/backend.hpp"
+#include "cpu/float_environment.hpp"
 #include "fmt/format.h"
 #include "weights/storage.hpp"
 #include "weights/tile_groups.hpp"
@@ -131,6 +132,7 @@ void quantize_groups(const uint16_t* x,
                      const SourceRow& source_row) {
 #pragma omp parallel num_threads(threads)
   {
+    const cpu::FloatEnvironment environment;
     GroupBuilder builder(tile_k);
 #pragma omp for schedule(static)
     for (int64_t group = 0; group < num_groups; ++group) {

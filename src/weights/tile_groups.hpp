@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cpu/kernels.hpp"
+#include "cpu/quantize_row.hpp"
 #include "format/layout.hpp"
 #include "hexpert/weights.hpp"
 
@@ -51,17 +52,7 @@ class GroupBuilder {
     std::memset(scales(n) + from / 16, scale, static_cast<size_t>((k_ - from) / 16));
   }
   void quantize(int64_t n, const uint16_t* x, int64_t size, const OuterScale& outer) {
-    const cpu::Kernels& kernels = cpu::best_kernels();
-    const int64_t whole = size / kBlockSize * kBlockSize;
-    kernels.quantize_row(x, whole, outer, codes(n), scales(n));
-    int64_t done = whole;
-    if (whole < size) {
-      uint16_t last[kBlockSize] = {};
-      std::copy(x + whole, x + size, last);
-      kernels.quantize_row(last, kBlockSize, outer, codes(n) + whole / 2, scales(n) + whole / 16);
-      done += kBlockSize;
-    }
-    pad(n, done, outer.poisoned ? kE4M3Nan : kZeroScale);
+    cpu::quantize_padded_row(cpu::best_kernels(), x, size, k_, outer, codes(n), scales(n));
   }
   // `size` elements, a multiple of 16, that are quantized already.
   void copy(int64_t n, const uint8_t* row_codes, const uint8_t* row_scales, int64_t size) {

@@ -1,0 +1,381 @@
+// quantize -> route -> FC1 + activation -> requantize -> FC2 -> combine, by all threads together.
+//
+// The work of a GEMM stage is the list of (expert, pair of row groups) in memory order. It is cut
+// into chunks of about equal cost that threads claim one after the other: a chunk reads one long
+// stream of weights. Every result element is computed by one thread in one fixed order, so neither
+// the number of threads nor their timing changes a bit.
+#include "cpu/forward.hpp"
+
+#include <omp.h>
+
+#include <algorithm>
+#include <cmath>
+#include <new>
+
+#include "cpu/float_environment.hpp"
+#include "cpu/quantize_row.hpp"
+#include "cpu/workspace.hpp"
+#include "moe/stage_dump.hpp"
+#include "weights/storage.hpp"
+
+namespace hexpert::cpu {
+namespace {
+
+namespace tiles = layout::cpu_tiles;
+
+constexpr int64_t kPairRows = 2 * tiles::kGroupRows;
+
+// Reading a pair of groups costs as much as multiplying it with this many tokens.
+constexpr int64_t kReadCostTokens = 8;
+// A chunk is worth claiming from about half a megabyte of weights on; more chunks than this per
+// thread balance nothing any more.
+constexpr int64_t kMinChunkBytes = int64_t{512} << 10;
+constexpr int64_t kMaxChunksPerThread = 16;
+
+// One forward over one chunk of tokens, as all threads see it.
+struct Pass {
+  const Engine& engine;
+  const ForwardArgs& args;
+  const ExpertWeights::Storage& weights;
+  const Workspace& work;
+  int64_t first_token;
+  int64_t tokens;
+  int64_t top_k;
+
+  int64_t num_routes() const { return work.routes.expert_offsets[weights.shape.num_local_experts]; }
+  int64_t token_of(int64_t route) const { return work.routes.permuted_to_expanded[route] / top_k; }
+};
+
+// --- the two GEMM stages ---
+
+struct Fc1 {
+  const Pass& pass;
+  int64_t k() const { return pass.weights.hidden; }
+  int64_t pairs() const { return pass.weights.fc1_rows / kPairRows; }
+  const uint8_t* matrix(int64_t expert) const { return pass.weights.fc1_expert(expert); }
+  Nvfp4Row row(int64_t route) const {
+    const int64_t token = pass.token_of(route);
+    return {pass.work.x_codes + token * (k() / 2), pass.work.x_scales + token * (k() / 16)};
+  }
+  // c: one row of 32 results per route: up and gate of 16 features, or 32 features.
+  void finish(int64_t expert, int64_t pair, int64_t route, const float* c) const {
+    const auto e = static_cast<size_t>(expert);
+    const float token_scale = pass.work.x_token_scale[pass.token_of(route)];
+    const float up_scale = pass.weights.fc1_up_alpha[e] * token_scale;
+    const float gate_scale = pass.weights.fc1_gate_alpha[e] * token_scale;
+    const Activation& activation = pass.args.problem->activation;
+    const auto activate16 = pass.engine.kernels->activate16;
+    uint16_t* h = pass.work.h + route * pass.weights.intermediate;
+    if (pass.weights.shape.gated) {
+      activate16(activation, c, c + 16, up_scale, gate_scale, h + pair * 16);
+    } else {
+      activate16(activation, c, c, up_scale, up_scale, h + pair * 32);
+      activate16(activation, c + 16, c + 16, up_scale, up_scale, h + pair * 32 + 16);
+    }
+  }
+};
+
+struct Fc2 {
+  const Pass& pass;
+  int64_t k() const { return pass.weights.intermediate; }
+  int64_t pairs() const { return pass.weights.hidden / kPairRows; }
+  const uint8_t* matrix(int64_t expert) const { return pass.weights.fc2_expert(expert); }
+  Nvfp4Row row(int64_t route) const {
+    return {pass.work.h_codes + route * (k() / 2), pass.work.h_scales + route * (k() / 16)};
+  }
+  void finish(int64_t expert, int64_t pair, int64_t route, const float* c) const {
+    const float scale =
+        pass.weights.fc2_alpha[static_cast<size_t>(expert)] * pass.work.h_token_scale[route];
+    pass.engine.kernels->round_route(
+        c, scale, kPairRows, pass.work.y + route * pass.weights.hidden + pair * kPairRows);
+  }
+};
+
+// Routes [first, first + count) of one expert times pairs [begin, end), on the integer GEMM.
+template <typename Stage>
+void multiply_int(const Stage& stage,
+                  const ThreadScratch& scratch,
+                  int64_t expert,
+                  int64_t first,
+                  int64_t count,
+                  int64_t begin,
+                  int64_t end) {
+  const Kernels& kernels = *stage.pass.engine.kernels;
+  const int64_t k = stage.k();
+  const int64_t group_bytes = tiles::group_bytes(k);
+  // Tiles of nearly equal width: decoding the weights costs the same for every tile.
+  const int64_t num_tiles = (count + kernels.max_tile_tokens - 1) / kernels.max_tile_tokens;
+  const auto tile_begin = [&](int64_t tile) { return tile * count / num_tiles; };
+  for (int64_t i = 0; i < count; ++i)
+    scratch.rows[i] = stage.row(first + i);
+  for (int64_t tile = 0; tile < num_tiles; ++tile) {
+    const int64_t at = tile_begin(tile);
+    const int m = static_cast<int>(tile_begin(tile + 1) - at);
+    kernels.expand_int(scratch.rows + at, m, k, scratch.tile + int_tile_bytes(at, k));
+  }
+  for (int64_t pair = begin; pair < end; ++pair) {
+    for (int64_t half = 0; half < 2; ++half) {
+      const uint8_t* group = stage.matrix(expert) + (2 * pair + half) * group_bytes;
+      for (int64_t tile = 0; tile < num_tiles; ++tile) {
+        const int64_t at = tile_begin(tile);
+        kernels.gemm_int(group,
+                         k,
+                         scratch.tile + int_tile_bytes(at, k),
+                         static_cast<int>(tile_begin(tile + 1) - at),
+                         scratch.c + at * kPairRows + half * tiles::kGroupRows,
+                         kPairRows);
+      }
+    }
+    for (int64_t i = 0; i < count; ++i) {
+      stage.finish(expert, pair, first + i, scratch.c + i * kPairRows);
+    }
+  }
+}
+
+// The same on the AMX unit.
+template <typename Stage>
+void multiply_amx(const Stage& stage,
+                  const ThreadScratch& scratch,
+                  int64_t expert,
+                  int64_t first,
+                  int64_t count,
+                  int64_t begin,
+                  int64_t end) {
+  const AmxKernels& amx = *stage.pass.engine.amx;
+  const int64_t k = stage.k();
+  for (int64_t i = 0; i < count; ++i)
+    scratch.rows[i] = stage.row(first + i);
+  amx.expand(scratch.rows, count, k, scratch.tile);
+  for (int64_t pair = begin; pair < end; ++pair) {
+    const uint8_t* weights = stage.matrix(expert) + 2 * pair * tiles::group_bytes(k);
+    amx.gemm_pair(weights, k, scratch.tile, count, scratch.c, scratch.amx);
+    for (int64_t i = 0; i < count; ++i) {
+      stage.finish(expert, pair, first + i, scratch.c + i * kPairRows);
+    }
+  }
+}
+
+template <typename Stage>
+void multiply(
+    const Stage& stage, const ThreadScratch& scratch, int64_t expert, int64_t begin, int64_t end) {
+  const Pass& pass = stage.pass;
+  const int64_t first = pass.work.routes.expert_offsets[expert];
+  const int64_t last = pass.work.routes.expert_offsets[expert + 1];
+  const bool use_amx =
+      pass.engine.amx != nullptr && !pass.args.batch_invariant && last - first > kAmxAboveTokens;
+  const int64_t step = use_amx ? kAmxMaxTokens : kIntPassTokens;
+  for (int64_t route = first; route < last; route += step) {
+    const int64_t count = std::min(step, last - route);
+    if (use_amx) {
+      multiply_amx(stage, scratch, expert, route, count, begin, end);
+    } else {
+      multiply_int(stage, scratch, expert, route, count, begin, end);
+    }
+  }
+}
+
+// Prefix sums of the experts' cost per pair of groups; both GEMM stages share them.
+void measure_load(const Pass& pass) {
+  int64_t total = 0;
+  const int64_t experts = pass.weights.shape.num_local_experts;
+  for (int64_t e = 0; e < experts; ++e) {
+    pass.work.load[e] = total;
+    const int64_t count =
+        pass.work.routes.expert_offsets[e + 1] - pass.work.routes.expert_offsets[e];
+    if (count > 0) total += kReadCostTokens + count;
+  }
+  pass.work.load[experts] = total;
+}
+
+// Claims chunks until none is left.
+template <typename Stage>
+void run_stage(const Stage& stage, Counter& counter, const ThreadScratch& scratch, int threads) {
+  const Pass& pass = stage.pass;
+  const int64_t experts = pass.weights.shape.num_local_experts;
+  const int64_t* load = pass.work.load;
+  const int64_t pairs = stage.pairs();
+  // A position in the work list: pair q of expert e begins at load[e] * pairs + q * cost(e).
+  const int64_t total = load[experts] * pairs;
+  const int64_t pair_bytes = 2 * tiles::group_bytes(stage.k());
+  const int64_t min_chunk =
+      (kReadCostTokens + 1) * std::max<int64_t>(1, kMinChunkBytes / pair_bytes);
+  const int64_t chunks =
+      std::clamp<int64_t>(total / min_chunk, threads, threads * kMaxChunksPerThread);
+  const auto position = [&](int64_t chunk) {
+    return static_cast<int64_t>(static_cast<__int128>(total) * chunk / chunks);
+  };
+  for (int64_t chunk; (chunk = counter.next.fetch_add(1, std::memory_order_relaxed)) < chunks;) {
+    const int64_t low = position(chunk);
+    const int64_t high = position(chunk + 1);
+    // The last expert that begins at or before `low`.
+    int64_t expert = std::upper_bound(load, load + experts, low / pairs) - load - 1;
+    for (; expert < experts && load[expert] * pairs < high; ++expert) {
+      const int64_t cost = load[expert + 1] - load[expert];
+      if (cost == 0) continue;
+      const auto first_pair_from = [&](int64_t at) {
+        const int64_t inside = std::max<int64_t>(0, at - load[expert] * pairs);
+        return std::min(pairs, (inside + cost - 1) / cost);
+      };
+      multiply(stage, scratch, expert, first_pair_from(low), first_pair_from(high));
+    }
+  }
+}
+
+// --- the stages between ---
+
+void quantize_token(const Pass& pass, int64_t token) {
+  const Kernels& kernels = *pass.engine.kernels;
+  const int64_t size = pass.weights.shape.hidden_size;
+  const int64_t padded = pass.weights.hidden;
+  const uint16_t* x = pass.args.hidden_states + (pass.first_token + token) * size;
+  const OuterScale outer = token_scale(kernels.amax_bits(x, size));
+  uint8_t* codes = pass.work.x_codes + token * (padded / 2);
+  uint8_t* scales = pass.work.x_scales + token * (padded / kBlockSize);
+  quantize_padded_row(kernels, x, size, padded, outer, codes, scales);
+  pass.work.x_token_scale[token] = outer.stored;
+  if (const StageDump* dump = pass.args.dump) {
+    dump_quantized_row(pass.first_token + token,
+                       dump->hidden_cols,
+                       codes,
+                       scales,
+                       outer.stored,
+                       padded,
+                       dump->x_codes,
+                       dump->x_block_scales,
+                       dump->x_token_scale);
+  }
+}
+
+void requantize_route(const Pass& pass, int64_t route) {
+  const Kernels& kernels = *pass.engine.kernels;
+  const int64_t size = pass.weights.intermediate;
+  const uint16_t* h = pass.work.h + route * size;
+  const OuterScale outer = token_scale(kernels.amax_bits(h, size));
+  uint8_t* codes = pass.work.h_codes + route * (size / 2);
+  uint8_t* scales = pass.work.h_scales + route * (size / kBlockSize);
+  kernels.quantize_row(h, size, outer, codes, scales);
+  pass.work.h_token_scale[route] = outer.stored;
+  if (const StageDump* dump = pass.args.dump) {
+    const int64_t expanded =
+        pass.first_token * pass.top_k + pass.work.routes.permuted_to_expanded[route];
+    dump_bf16_row(expanded, dump->intermediate_cols, h, size, dump->intermediate);
+    dump_quantized_row(expanded,
+                       dump->intermediate_cols,
+                       codes,
+                       scales,
+                       outer.stored,
+                       size,
+                       dump->h_codes,
+                       dump->h_block_scales,
+                       dump->h_token_scale);
+  }
+}
+
+// Columns [begin, end) of one token.
+void combine_token(
+    const Pass& pass, const ThreadScratch& scratch, int64_t token, int64_t begin, int64_t end) {
+  const int64_t hidden = pass.weights.shape.hidden_size;
+  const int32_t* route_of_slot = pass.work.routes.expanded_to_permuted + token * pass.top_k;
+  for (int64_t slot = 0; slot < pass.top_k; ++slot) {
+    const int32_t route = route_of_slot[slot];
+    scratch.routes[slot] = route < 0 ? nullptr : pass.work.y + route * pass.weights.hidden;
+  }
+  const int64_t row = pass.first_token + token;
+  const int64_t element = pass.args.out_is_f32 ? 4 : 2;
+  pass.engine.kernels->combine(scratch.routes,
+                               pass.args.probabilities + row * pass.top_k,
+                               pass.top_k,
+                               begin,
+                               end,
+                               static_cast<std::byte*>(pass.args.out) + row * hidden * element,
+                               pass.args.out_is_f32);
+  if (const StageDump* dump = pass.args.dump; dump != nullptr && begin == 0) {
+    for (int64_t slot = 0; slot < pass.top_k; ++slot) {
+      if (scratch.routes[slot] == nullptr) continue;
+      dump_bf16_row(
+          row * pass.top_k + slot, hidden, scratch.routes[slot], hidden, dump->route_output);
+    }
+  }
+}
+
+// Called by every thread of the team.
+void run_pass(const Pass& pass, const ThreadScratch& scratch) {
+  constexpr int64_t kCombineColumns = 1024;
+  const int threads = omp_get_num_threads();
+  const int64_t column_parts =
+      (pass.weights.shape.hidden_size + kCombineColumns - 1) / kCombineColumns;
+
+#pragma omp single nowait
+  {
+    const ForwardArgs& args = pass.args;
+    const int64_t id_bytes = args.routing_is_i64 ? 8 : 4;
+    route_compact(
+        static_cast<const std::byte*>(args.routing_map) + pass.first_token * pass.top_k * id_bytes,
+        args.routing_is_i64,
+        pass.tokens,
+        pass.top_k,
+        args.problem->local_expert_offset,
+        pass.weights.shape.num_local_experts,
+        pass.work.routes);
+    measure_load(pass);
+    pass.work.counters[0].next.store(0, std::memory_order_relaxed);
+    pass.work.counters[1].next.store(0, std::memory_order_relaxed);
+  }
+#pragma omp for schedule(static)
+  for (int64_t token = 0; token < pass.tokens; ++token)
+    quantize_token(pass, token);
+
+  run_stage(Fc1{pass}, pass.work.counters[0], scratch, threads);
+#pragma omp barrier
+#pragma omp for schedule(static)
+  for (int64_t route = 0; route < pass.num_routes(); ++route)
+    requantize_route(pass, route);
+
+  run_stage(Fc2{pass}, pass.work.counters[1], scratch, threads);
+#pragma omp barrier
+#pragma omp for schedule(static)
+  for (int64_t part = 0; part < pass.tokens * column_parts; ++part) {
+    const int64_t begin = part % column_parts * kCombineColumns;
+    combine_token(pass,
+                  scratch,
+                  part / column_parts,
+                  begin,
+                  std::min(begin + kCombineColumns, pass.weights.shape.hidden_size));
+  }
+}
+
+}  // namespace
+
+int64_t forward_workspace_bytes(const Engine& engine,
+                                const MoeProblem& problem,
+                                const ExpertShape& shape,
+                                int num_threads) {
+  return Workspace::layout(engine, problem, shape, num_threads, nullptr).bytes;
+}
+
+Status forward(const Engine& engine, const ForwardArgs& args) {
+  const ExpertWeights::Storage& weights = *args.weights;
+  const Workspace work =
+      Workspace::layout(engine, *args.problem, weights.shape, args.num_threads, args.workspace);
+  new (work.counters) Counter[2];
+#pragma omp parallel num_threads(args.num_threads)
+  {
+    const FloatEnvironment environment;
+    const ThreadScratch scratch = work.thread(omp_get_thread_num());
+    if (engine.amx != nullptr) engine.amx->begin();
+    for (int64_t first = 0; first < args.rows; first += kChunkTokens) {
+      run_pass({engine,
+                args,
+                weights,
+                work,
+                first,
+                std::min(kChunkTokens, args.rows - first),
+                args.problem->top_k},
+               scratch);
+    }
+    if (engine.amx != nullptr) engine.amx->end();
+  }
+  return {};
+}
+
+}  // namespace hexpert::cpu

@@ -1,0 +1,35 @@
+// One row of any length, padded with zeros, through the kernels' quantizer.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#include "cpu/kernels.hpp"
+#include "hexpert/format.hpp"
+
+namespace hexpert::cpu {
+
+// x[size] -> codes [padded / 2] and scales [padded / 16]; padded is a multiple of 16, >= size.
+inline void quantize_padded_row(const Kernels& kernels,
+                                const uint16_t* x,
+                                int64_t size,
+                                int64_t padded,
+                                const OuterScale& outer,
+                                uint8_t* codes,
+                                uint8_t* scales) {
+  int64_t done = size / kBlockSize * kBlockSize;
+  kernels.quantize_row(x, done, outer, codes, scales);
+  if (done < size) {
+    uint16_t last[kBlockSize] = {};
+    std::copy(x + done, x + size, last);
+    kernels.quantize_row(last, kBlockSize, outer, codes + done / 2, scales + done / kBlockSize);
+    done += kBlockSize;
+  }
+  std::memset(codes + done / 2, 0, static_cast<size_t>((padded - done) / 2));
+  std::memset(scales + done / kBlockSize,
+              outer.poisoned ? kE4M3Nan : 0,
+              static_cast<size_t>((padded - done) / kBlockSize));
+}
+
+}  // namespace hexpert::cpu
