@@ -27,11 +27,11 @@ bool is_gated(ActivationType type);
 
 struct Activation {
   ActivationType type = ActivationType::kSwiGlu;
-  float alpha = 1;              // kSwiGluOai
-  float beta = 0;               // kSwiGluOai
-  float limit = FLT_MAX;        // kSwiGluOai
-  float situ_b = 0;             // kSiTu, finite and > 0
-  std::optional<float> situ_c;  // kSiTu, finite and > 0 when given
+  float alpha = 1;                // kSwiGluOai
+  float beta = 0;                 // kSwiGluOai
+  float limit = FLT_MAX;          // kSwiGluOai
+  float situ_b = 0;               // kSiTu, finite and > 0
+  std::optional<float> situ_c{};  // kSiTu, finite and > 0 when given
 };
 
 /// Sizes and rules that are fixed when a layer is planned.
@@ -57,7 +57,8 @@ struct MoeInputs {
   ConstTensorView hidden_states;  // [T, H] bf16, packed
   ConstTensorView routing_map;  // [T, top_k] i32 or i64, packed; global expert ids, others ignored
   ConstTensorView probabilities;  // [T, top_k] f32, packed; applied as given, once, in the combine
-  std::optional<int64_t> token_capacity;  // with use_bounded_rows: only rows [0, capacity) are live
+  std::optional<int64_t>
+      token_capacity{};  // with use_bounded_rows: only rows [0, capacity) are live
   bool use_bounded_rows = false;
 };
 

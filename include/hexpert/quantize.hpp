@@ -19,8 +19,8 @@ struct FourOverSix {
 };
 
 struct QuantizeOptions {
-  std::optional<FourOverSix> four_over_six;  // unset: the definition
-  int num_threads = 0;                       // 0: the OpenMP default
+  std::optional<FourOverSix> four_over_six{};  // unset: the definition
+  int num_threads = 0;                         // 0: the OpenMP default
 };
 
 /// Quantizes activations online, one FP32 scale per token.
