@@ -57,8 +57,7 @@ struct MoeInputs {
   ConstTensorView hidden_states;  // [T, H] bf16, packed
   ConstTensorView routing_map;  // [T, top_k] i32 or i64, packed; global expert ids, others ignored
   ConstTensorView probabilities;  // [T, top_k] f32, packed; applied as given, once, in the combine
-  std::optional<int64_t>
-      token_capacity{};  // with use_bounded_rows: only rows [0, capacity) are live
+  std::optional<int64_t> token_capacity{};  // with use_bounded_rows: rows [0, capacity) are live
   bool use_bounded_rows = false;
 };
 
