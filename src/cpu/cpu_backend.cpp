@@ -44,7 +44,7 @@ std::string describe(const MoeProblem& problem, const ExpertShape&, const MoeOpt
   return fmt::format(
       "integer GEMM {} x {} tokens{}, chunks of {} tokens",
       e.kernels->name,
-      e.kernels->max_tile_tokens,
+      e.kernels->widest_tile,
       amx ? fmt::format(", AMX-BF16 above {} tokens an expert", kAmxAboveTokens) : "",
       std::min(problem.max_tokens, kChunkTokens));
 }

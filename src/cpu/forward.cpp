@@ -23,7 +23,7 @@ namespace {
 
 namespace tiles = layout::cpu_tiles;
 
-constexpr int64_t kPairRows = 2 * tiles::kGroupRows;
+using tiles::kPairRows;
 
 // Reading a pair of groups costs as much as multiplying it with this many tokens.
 constexpr int64_t kReadCostTokens = 8;
@@ -91,64 +91,32 @@ struct Fc2 {
   }
 };
 
-// Routes [first, first + count) of one expert times pairs [begin, end), on the integer GEMM.
+// Routes [first, first + count) of one expert times pairs [begin, end).
 template <typename Stage>
-void multiply_int(const Stage& stage,
-                  const ThreadScratch& scratch,
-                  int64_t expert,
-                  int64_t first,
-                  int64_t count,
-                  int64_t begin,
-                  int64_t end) {
-  const Kernels& kernels = *stage.pass.engine.kernels;
-  const int64_t k = stage.k();
-  const int64_t group_bytes = tiles::group_bytes(k);
-  // Tiles of nearly equal width: decoding the weights costs the same for every tile.
-  const int64_t num_tiles = (count + kernels.max_tile_tokens - 1) / kernels.max_tile_tokens;
-  const auto tile_begin = [&](int64_t tile) { return tile * count / num_tiles; };
-  for (int64_t i = 0; i < count; ++i)
-    scratch.rows[i] = stage.row(first + i);
-  for (int64_t tile = 0; tile < num_tiles; ++tile) {
-    const int64_t at = tile_begin(tile);
-    const int m = static_cast<int>(tile_begin(tile + 1) - at);
-    kernels.expand_int(scratch.rows + at, m, k, scratch.tile + int_tile_bytes(at, k));
-  }
-  for (int64_t pair = begin; pair < end; ++pair) {
-    for (int64_t half = 0; half < 2; ++half) {
-      const uint8_t* group = stage.matrix(expert) + (2 * pair + half) * group_bytes;
-      for (int64_t tile = 0; tile < num_tiles; ++tile) {
-        const int64_t at = tile_begin(tile);
-        kernels.gemm_int(group,
-                         k,
-                         scratch.tile + int_tile_bytes(at, k),
-                         static_cast<int>(tile_begin(tile + 1) - at),
-                         scratch.c + at * kPairRows + half * tiles::kGroupRows,
-                         kPairRows);
-      }
-    }
-    for (int64_t i = 0; i < count; ++i) {
-      stage.finish(expert, pair, first + i, scratch.c + i * kPairRows);
-    }
-  }
-}
-
-// The same on the AMX unit.
-template <typename Stage>
-void multiply_amx(const Stage& stage,
-                  const ThreadScratch& scratch,
-                  int64_t expert,
-                  int64_t first,
-                  int64_t count,
-                  int64_t begin,
-                  int64_t end) {
-  const AmxKernels& amx = *stage.pass.engine.amx;
+void multiply_pass(const Stage& stage,
+                   const ThreadScratch& scratch,
+                   bool use_amx,
+                   int64_t expert,
+                   int64_t first,
+                   int64_t count,
+                   int64_t begin,
+                   int64_t end) {
+  const Engine& engine = stage.pass.engine;
   const int64_t k = stage.k();
   for (int64_t i = 0; i < count; ++i)
     scratch.rows[i] = stage.row(first + i);
-  amx.expand(scratch.rows, count, k, scratch.tile);
+  if (use_amx) {
+    engine.amx->expand(scratch.rows, count, k, scratch.tile);
+  } else {
+    engine.kernels->expand_int(scratch.rows, count, k, scratch.tile);
+  }
   for (int64_t pair = begin; pair < end; ++pair) {
     const uint8_t* weights = stage.matrix(expert) + 2 * pair * tiles::group_bytes(k);
-    amx.gemm_pair(weights, k, scratch.tile, count, scratch.c, scratch.amx);
+    if (use_amx) {
+      engine.amx->gemm_pair(weights, k, scratch.tile, count, scratch.c, scratch.amx);
+    } else {
+      engine.kernels->gemm_int(weights, k, scratch.tile, count, scratch.c);
+    }
     for (int64_t i = 0; i < count; ++i) {
       stage.finish(expert, pair, first + i, scratch.c + i * kPairRows);
     }
@@ -166,11 +134,7 @@ void multiply(
   const int64_t step = use_amx ? kAmxMaxTokens : kIntPassTokens;
   for (int64_t route = first; route < last; route += step) {
     const int64_t count = std::min(step, last - route);
-    if (use_amx) {
-      multiply_amx(stage, scratch, expert, route, count, begin, end);
-    } else {
-      multiply_int(stage, scratch, expert, route, count, begin, end);
-    }
+    multiply_pass(stage, scratch, use_amx, expert, route, count, begin, end);
   }
 }
 

@@ -1,9 +1,27 @@
-// Picks the instance of gemm_tile for m tokens, 1 <= m <= kMax.
-template <int kMax, int M = 1>
-void gemm_int(
-    const uint8_t* group, int64_t k, const uint8_t* tile, int m, float* c, int64_t c_stride) {
-  if constexpr (M < kMax) {
-    if (m > M) return gemm_int<kMax, M + 1>(group, k, tile, m, c, c_stride);
+// From tiles to the instance for their width. Expects kWidestTile, expand_tile(rows, m, k, tile) and
+// gemm_tile<M>(pair, k, tile, c).
+
+void expand_int(const Nvfp4Row* rows, int64_t count, int64_t k, uint8_t* tiles_out) {
+  const TileCut cut(count, kWidestTile);
+  for (int64_t t = 0; t < cut.tiles; ++t) {
+    const int64_t begin = cut.begin(t);
+    expand_tile(rows + begin, cut.width(t), k, tiles_out + int_tile_bytes(begin, k));
   }
-  gemm_tile<M>(group, k, tile, c, c_stride);
+}
+
+template <int M = 1>
+void gemm_tile_of_width(int m, const uint8_t* pair, int64_t k, const uint8_t* tile, float* c) {
+  if constexpr (M < kWidestTile) {
+    if (m > M) return gemm_tile_of_width<M + 1>(m, pair, k, tile, c);
+  }
+  gemm_tile<M>(pair, k, tile, c);
+}
+
+void gemm_tiles(const uint8_t* pair, int64_t k, const uint8_t* tiles_in, int64_t count, float* c) {
+  const TileCut cut(count, kWidestTile);
+  for (int64_t t = 0; t < cut.tiles; ++t) {
+    const int64_t begin = cut.begin(t);
+    gemm_tile_of_width(
+        cut.width(t), pair, k, tiles_in + int_tile_bytes(begin, k), c + begin * kPairRows);
+  }
 }

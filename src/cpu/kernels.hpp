@@ -17,8 +17,8 @@ struct Nvfp4Row {
   const uint8_t* scales = nullptr;  // [k / 16]
 };
 
-// The activations of up to kMaxTileTokens tokens for the integer GEMM, block after block of 16 k;
-// one block of an m-token tile is 28 m bytes:
+// The activations of one expert for the integer GEMM: tokens in tiles of nearly equal width, at most
+// the kernel's widest; a tile is block after block of 16 k, one block of an m-token tile 28 m bytes:
 //     int8 codes[m][16]     doubled E2M1, in the order of cpu_tiles: k = 0 4 1 5 2 6 3 7, then + 8
 //     int32 start[m]        kMagicBits - 12 * sum(codes of the block)
 //     float scale[m]        value of the block's E4M3 scale
@@ -26,13 +26,24 @@ struct Nvfp4Row {
 // Weights enter as 2w + 12 (unsigned), so the block sum starts at -12 * sum(codes). Started from
 // the bits of kMagic as well, the int32 sum read as FP32 is kMagic + sum: no conversion is needed,
 // and fma(that, scale, -magic_scale) is sum * scale exactly.
-inline constexpr int kMaxTileTokens = 16;
-inline constexpr float kMagic = 12582912.0F;  // 1.5 * 2^23
+inline constexpr int64_t kIntPassTokens = 64;  // most tokens of one pass
+inline constexpr float kMagic = 12582912.0F;   // 1.5 * 2^23
 inline constexpr int32_t kMagicBits = 0x4B400000;
 inline constexpr int64_t kTileBlockBytes = 28;  // per token
 constexpr int64_t int_tile_bytes(int64_t tokens, int64_t k) {
   return tokens * k / 16 * kTileBlockBytes;
 }
+
+// `count` tokens cut into the fewest tiles of at most `widest`: decoding the weights costs the same
+// for a narrow tile as for a wide one.
+struct TileCut {
+  int64_t count;
+  int64_t tiles;
+  TileCut(int64_t count_in, int64_t widest)
+      : count(count_in), tiles((count_in + widest - 1) / widest) {}
+  int64_t begin(int64_t tile) const { return tile * count / tiles; }
+  int width(int64_t tile) const { return static_cast<int>(begin(tile + 1) - begin(tile)); }
+};
 
 struct Kernels {
   std::string_view name;
@@ -45,12 +56,12 @@ struct Kernels {
   // 16 quantized rows -> one cpu_tiles group. `rows` in order; k a multiple of 64.
   void (*pack_group)(const Nvfp4Row* rows, int64_t k, uint8_t* group);
 
-  int max_tile_tokens;  // gemm_int takes 1..max_tile_tokens
-  // Writes the m-token tile of `rows`.
-  void (*expand_int)(const Nvfp4Row* rows, int m, int64_t k, uint8_t* tile);
-  // c[i * c_stride + n] = sum over k of row n of the group times token i, for n < 16, i < m.
-  void (*gemm_int)(
-      const uint8_t* group, int64_t k, const uint8_t* tile, int m, float* c, int64_t c_stride);
+  int widest_tile;  // of the integer GEMM, in tokens
+  // Writes the tiles of `count` <= kIntPassTokens rows: int_tile_bytes(count, k).
+  void (*expand_int)(const Nvfp4Row* rows, int64_t count, int64_t k, uint8_t* tiles);
+  // c[i * 32 + n] = sum over k of row n times token i, for n < 32, i < count. `pair`: two adjacent
+  // cpu_tiles groups, 32 rows.
+  void (*gemm_int)(const uint8_t* pair, int64_t k, const uint8_t* tiles, int64_t count, float* c);
 
   // FC1 epilogue of one token and 16 features: activation(fl(up * up_scale), fl(gate * gate_scale))
   // -> BF16. Squared ReLU uses `up` alone.

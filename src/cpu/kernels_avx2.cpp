@@ -20,6 +20,7 @@ namespace hexpert::cpu {
 namespace {
 
 namespace tiles = layout::cpu_tiles;
+using tiles::kPairRows;
 
 struct Vec {
   using F = __m256;
@@ -71,7 +72,7 @@ struct Vec {
 #include "cpu/epilogue.inl"
 #include "cpu/quantize_avx2.inl"
 
-void expand_int(const Nvfp4Row* rows, int m, int64_t k, uint8_t* tile) {
+void expand_tile(const Nvfp4Row* rows, int m, int64_t k, uint8_t* tile) {
   const __m128i table = _mm_load_si128(reinterpret_cast<const __m128i*>(kDoubled.data()));
   const __m128i low = _mm_set1_epi8(15);
   // From [low nibbles of 8 bytes, high nibbles]: k = 0 4 1 5 2 6 3 7, twice.
@@ -98,7 +99,7 @@ void expand_int(const Nvfp4Row* rows, int m, int64_t k, uint8_t* tile) {
 
 // One group as two halves of 8 rows, in the 8 lanes, times M tokens.
 template <int M>
-void gemm_tile(const uint8_t* group, int64_t k, const uint8_t* tile, float* c, int64_t c_stride) {
+void gemm_group(const uint8_t* group, int64_t k, const uint8_t* tile, float* c) {
   const __m256i table = _mm256_broadcastsi128_si256(
       _mm_load_si128(reinterpret_cast<const __m128i*>(kDoubledPlus12.data())));
   const __m256i low = _mm256_set1_epi8(15);
@@ -150,22 +151,28 @@ void gemm_tile(const uint8_t* group, int64_t k, const uint8_t* tile, float* c, i
   }
   const __m256 unit = _mm256_set1_ps(kIntSumUnit);
   for (int i = 0; i < M; ++i) {
-    _mm256_storeu_ps(c + i * c_stride, _mm256_mul_ps(acc[i][0], unit));
-    _mm256_storeu_ps(c + i * c_stride + 8, _mm256_mul_ps(acc[i][1], unit));
+    _mm256_storeu_ps(c + i * kPairRows, _mm256_mul_ps(acc[i][0], unit));
+    _mm256_storeu_ps(c + i * kPairRows + 8, _mm256_mul_ps(acc[i][1], unit));
   }
 }
 
-#include "cpu/gemm_int_dispatch.inl"
+template <int M>
+void gemm_tile(const uint8_t* pair, int64_t k, const uint8_t* tile, float* c) {
+  gemm_group<M>(pair, k, tile, c);
+  gemm_group<M>(pair + tiles::group_bytes(k), k, tile, c + tiles::kGroupRows);
+}
 
-constexpr int kTileTokens = 4;  // 8 accumulators and 4 weight registers of 16
+constexpr int kWidestTile = 4;  // 8 accumulators and 4 weight registers of 16
+
+#include "cpu/gemm_int_dispatch.inl"
 
 constexpr Kernels kTable = {"avx2",
                             amax_bits,
                             quantize_row,
                             pack_group,
-                            kTileTokens,
+                            kWidestTile,
                             expand_int,
-                            gemm_int<kTileTokens>,
+                            gemm_tiles,
                             activate16,
                             round_route,
                             combine};

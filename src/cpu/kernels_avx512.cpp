@@ -1,6 +1,7 @@
 // AVX-512 with VBMI and VNNI: integer GEMM on vpdpbusd.
 #include <immintrin.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -23,6 +24,7 @@ namespace hexpert::cpu {
 namespace {
 
 namespace tiles = layout::cpu_tiles;
+using tiles::kPairRows;
 
 struct Vec {
   using F = __m512;
@@ -78,7 +80,7 @@ inline __m512 scales_f32(const uint8_t* scales) {
   return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(bytes), 7));
 }
 
-void expand_int(const Nvfp4Row* rows, int m, int64_t k, uint8_t* tile) {
+void expand_tile(const Nvfp4Row* rows, int m, int64_t k, uint8_t* tile) {
   const __m512i table = _mm512_load_si512(kDoubled.data());
   // Bit offsets of nibbles 0 4 1 5 2 6 3 7 in each 32 bits of codes.
   const __m512i pick = _mm512_set1_epi64(0x1C0C18081404'1000);
@@ -111,59 +113,176 @@ void expand_int(const Nvfp4Row* rows, int m, int64_t k, uint8_t* tile) {
   }
 }
 
-// One group of 16 rows, in the 16 lanes, times M tokens. A block of 16 k is four vpdpbusd per
-// token, two FMAs, and 8 instructions of decoding shared by the M tokens.
-template <int M>
-void gemm_tile(const uint8_t* group, int64_t k, const uint8_t* tile, float* c, int64_t c_stride) {
-  const __m512i table = _mm512_load_si512(kDoubledPlus12.data());
-  __m512 acc[M];
-  for (int i = 0; i < M; ++i)
-    acc[i] = _mm512_setzero_ps();
-  for (int64_t record = 0; record < k / tiles::kSpan; ++record, group += tiles::kRecordBytes) {
-    for (int64_t line = 0; line < tiles::kRecordBytes; line += 64) {
-      _mm_prefetch(
-          reinterpret_cast<const char*>(group) + kPrefetchRecords * tiles::kRecordBytes + line,
-          _MM_HINT_T1);
-    }
-#pragma GCC unroll 4
-    for (int b = 0; b < 4; ++b, tile += kTileBlockBytes * M) {
-      const __m512i c0 = _mm512_loadu_si512(group + 128 * b);
-      const __m512i c1 = _mm512_loadu_si512(group + 128 * b + 64);
-      const __m512i w0 = _mm512_permutexvar_epi8(c0, table);
-      const __m512i w1 = _mm512_permutexvar_epi8(_mm512_srli_epi16(c0, 4), table);
-      const __m512i w2 = _mm512_permutexvar_epi8(c1, table);
-      const __m512i w3 = _mm512_permutexvar_epi8(_mm512_srli_epi16(c1, 4), table);
-      const __m512 ws = scales_f32(group + tiles::kScalesAt + 16 * b);
-      const auto* codes = reinterpret_cast<const int32_t*>(tile);
-      const auto* start = codes + 4 * M;
-      const auto* scale = reinterpret_cast<const float*>(start + M);
-#pragma GCC unroll 16
-      for (int i = 0; i < M; ++i) {
-        __m512i d = _mm512_set1_epi32(start[i]);
-        d = _mm512_dpbusd_epi32(d, w0, _mm512_set1_epi32(codes[4 * i]));
-        d = _mm512_dpbusd_epi32(d, w1, _mm512_set1_epi32(codes[4 * i + 1]));
-        d = _mm512_dpbusd_epi32(d, w2, _mm512_set1_epi32(codes[4 * i + 2]));
-        d = _mm512_dpbusd_epi32(d, w3, _mm512_set1_epi32(codes[4 * i + 3]));
-        const __m512 term = _mm512_fmsub_ps(
-            _mm512_castsi512_ps(d), _mm512_set1_ps(scale[i]), _mm512_set1_ps(scale[M + i]));
-        acc[i] = _mm512_fmadd_ps(term, ws, acc[i]);
-      }
-    }
-  }
-  for (int i = 0; i < M; ++i) {
-    _mm512_storeu_ps(c + i * c_stride, _mm512_mul_ps(acc[i], _mm512_set1_ps(kIntSumUnit)));
+// The weights of one block of 16 k: four operands of vpdpbusd, and the scales of the 16 rows.
+struct WeightBlock {
+  __m512i w[4];
+  __m512 scale;
+};
+
+inline __attribute__((always_inline)) WeightBlock decode_block(const uint8_t* record,
+                                                               int block,
+                                                               __m512i table) {
+  const __m512i c0 = _mm512_loadu_si512(record + 128 * block);
+  const __m512i c1 = _mm512_loadu_si512(record + 128 * block + 64);
+  return {{_mm512_permutexvar_epi8(c0, table),
+           _mm512_permutexvar_epi8(_mm512_srli_epi16(c0, 4), table),
+           _mm512_permutexvar_epi8(c1, table),
+           _mm512_permutexvar_epi8(_mm512_srli_epi16(c1, 4), table)},
+          scales_f32(record + tiles::kScalesAt + 16 * block)};
+}
+
+inline __attribute__((always_inline)) void prefetch_record(const uint8_t* record) {
+#pragma GCC unroll 9
+  for (int64_t line = 0; line < tiles::kRecordBytes; line += 64) {
+    _mm_prefetch(
+        reinterpret_cast<const char*>(record) + kPrefetchRecords * tiles::kRecordBytes + line,
+        _MM_HINT_T1);
   }
 }
 
+constexpr int kWidestTile = 8;  // 16 accumulators and 8 weight registers of 32
+
+template <int M>
+struct Accumulators {
+  __m512 sum[M][2];
+};
+
+// One block of 16 k: two groups of 16 rows, each in the 16 lanes, times M tokens. It costs each
+// group and token four vpdpbusd and two FMAs. Two groups, for a broadcast operand is then loaded
+// once for both: with one group the two load ports are the limit (49 % of the vpdpbusd peak).
+template <int M>
+inline __attribute__((always_inline)) void multiply_block(const WeightBlock& w0,
+                                                          const WeightBlock& w1,
+                                                          const uint8_t* tile,
+                                                          Accumulators<M>& acc) {
+  const auto* codes = reinterpret_cast<const int32_t*>(tile);
+  const auto* start = codes + 4 * M;
+  const auto* scale = reinterpret_cast<const float*>(start + M);
+#pragma GCC unroll 8
+  for (int i = 0; i < M; ++i) {
+    __m512i d0 = _mm512_set1_epi32(start[i]);
+    __m512i d1 = d0;
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) {
+      const __m512i a = _mm512_set1_epi32(codes[4 * i + j]);
+      d0 = _mm512_dpbusd_epi32(d0, w0.w[j], a);
+      d1 = _mm512_dpbusd_epi32(d1, w1.w[j], a);
+    }
+    const __m512 as = _mm512_set1_ps(scale[i]);
+    const __m512 magic = _mm512_set1_ps(scale[M + i]);
+    const __m512 term0 = _mm512_fmsub_ps(_mm512_castsi512_ps(d0), as, magic);
+    const __m512 term1 = _mm512_fmsub_ps(_mm512_castsi512_ps(d1), as, magic);
+    acc.sum[i][0] = _mm512_fmadd_ps(term0, w0.scale, acc.sum[i][0]);
+    acc.sum[i][1] = _mm512_fmadd_ps(term1, w1.scale, acc.sum[i][1]);
+  }
+}
+
+// One tile of tokens: weights are decoded on the way, ten instructions a block and group.
+template <int M>
+void gemm_tile(const uint8_t* pair, int64_t k, const uint8_t* tile, float* c) {
+  const __m512i table = _mm512_load_si512(kDoubledPlus12.data());
+  const uint8_t* second = pair + tiles::group_bytes(k);
+  Accumulators<M> acc;
+  for (int i = 0; i < M; ++i)
+    acc.sum[i][0] = acc.sum[i][1] = _mm512_setzero_ps();
+  for (int64_t record = 0; record < k / tiles::kSpan; ++record) {
+    prefetch_record(pair);
+    prefetch_record(second);
+#pragma GCC unroll 4
+    for (int b = 0; b < 4; ++b, tile += kTileBlockBytes * M) {
+      multiply_block<M>(decode_block(pair, b, table), decode_block(second, b, table), tile, acc);
+    }
+    pair += tiles::kRecordBytes;
+    second += tiles::kRecordBytes;
+  }
+  const __m512 unit = _mm512_set1_ps(kIntSumUnit);
+  for (int i = 0; i < M; ++i) {
+    _mm512_storeu_ps(c + i * kPairRows, _mm512_mul_ps(acc.sum[i][0], unit));
+    _mm512_storeu_ps(c + i * kPairRows + 16, _mm512_mul_ps(acc.sum[i][1], unit));
+  }
+}
+
+// Several tiles: a span of weights is decoded once into L1, and the tiles go over it in turn. Sums
+// wait in `c` between spans, so every element still adds its blocks in ascending k.
+constexpr int64_t kPanelSpan = 512;
+constexpr int64_t kPanelBlocks = kPanelSpan / kBlockSize;
+
+struct PanelBlock {
+  WeightBlock group[2];
+};
+using Panel = PanelBlock[kPanelBlocks];  // 20 KiB
+
+template <int M>
+void multiply_panel(
+    const Panel& panel, int64_t blocks, const uint8_t* tile, bool first, bool last, float* c) {
+  Accumulators<M> acc;
+  for (int i = 0; i < M; ++i) {
+    for (int g = 0; g < 2; ++g) {
+      acc.sum[i][g] = first ? _mm512_setzero_ps() : _mm512_loadu_ps(c + i * kPairRows + 16 * g);
+    }
+  }
+  for (int64_t b = 0; b < blocks; ++b, tile += kTileBlockBytes * M) {
+    multiply_block<M>(panel[b].group[0], panel[b].group[1], tile, acc);
+  }
+  const __m512 unit = _mm512_set1_ps(last ? kIntSumUnit : 1.0F);
+  for (int i = 0; i < M; ++i) {
+    for (int g = 0; g < 2; ++g) {
+      _mm512_storeu_ps(c + i * kPairRows + 16 * g, _mm512_mul_ps(acc.sum[i][g], unit));
+    }
+  }
+}
+
+template <int M = 1>
+void multiply_panel_of_width(int m,
+                             const Panel& panel,
+                             int64_t blocks,
+                             const uint8_t* tile,
+                             bool first,
+                             bool last,
+                             float* c) {
+  if constexpr (M < kWidestTile) {
+    if (m > M) return multiply_panel_of_width<M + 1>(m, panel, blocks, tile, first, last, c);
+  }
+  multiply_panel<M>(panel, blocks, tile, first, last, c);
+}
+
 #include "cpu/gemm_int_dispatch.inl"
+
+void gemm_int(const uint8_t* pair, int64_t k, const uint8_t* tiles_in, int64_t count, float* c) {
+  if (count <= kWidestTile) return gemm_tiles(pair, k, tiles_in, count, c);
+  const __m512i table = _mm512_load_si512(kDoubledPlus12.data());
+  const TileCut cut(count, kWidestTile);
+  Panel panel;
+  for (int64_t k0 = 0; k0 < k; k0 += kPanelSpan) {
+    const int64_t span = std::min(kPanelSpan, k - k0);
+    for (int64_t record = 0; record < span / tiles::kSpan; ++record) {
+      for (int g = 0; g < 2; ++g) {
+        const uint8_t* source =
+            pair + g * tiles::group_bytes(k) + (k0 / tiles::kSpan + record) * tiles::kRecordBytes;
+        prefetch_record(source);
+#pragma GCC unroll 4
+        for (int b = 0; b < 4; ++b)
+          panel[4 * record + b].group[g] = decode_block(source, b, table);
+      }
+    }
+    for (int64_t t = 0; t < cut.tiles; ++t) {
+      const int64_t begin = cut.begin(t);
+      const int m = cut.width(t);
+      const uint8_t* tile =
+          tiles_in + int_tile_bytes(begin, k) + k0 / kBlockSize * kTileBlockBytes * m;
+      multiply_panel_of_width(
+          m, panel, span / kBlockSize, tile, k0 == 0, k0 + span == k, c + begin * kPairRows);
+    }
+  }
+}
 
 constexpr Kernels kTable = {"avx512-vnni",
                             amax_bits,
                             quantize_row,
                             pack_group,
-                            kMaxTileTokens,
+                            kWidestTile,
                             expand_int,
-                            gemm_int<kMaxTileTokens>,
+                            gemm_int,
                             activate16,
                             round_route,
                             combine};

@@ -13,6 +13,7 @@ namespace hexpert::cpu {
 namespace {
 
 namespace tiles = layout::cpu_tiles;
+using tiles::kPairRows;
 
 struct Vec {
   using F = float;
@@ -46,7 +47,7 @@ struct Vec {
 #include "cpu/epilogue.inl"
 #include "cpu/quantize_scalar.inl"
 
-void expand_int(const Nvfp4Row* rows, int m, int64_t k, uint8_t* tile) {
+void expand_tile(const Nvfp4Row* rows, int m, int64_t k, uint8_t* tile) {
   constexpr int kOrder[8] = {0, 4, 1, 5, 2, 6, 3, 7};
   for (int64_t b = 0; b < k / kBlockSize; ++b, tile += kTileBlockBytes * m) {
     auto* codes = reinterpret_cast<int8_t*>(tile);
@@ -68,7 +69,7 @@ void expand_int(const Nvfp4Row* rows, int m, int64_t k, uint8_t* tile) {
 }
 
 template <int M>
-void gemm_tile(const uint8_t* group, int64_t k, const uint8_t* tile, float* c, int64_t c_stride) {
+void gemm_group(const uint8_t* group, int64_t k, const uint8_t* tile, float* c) {
   constexpr int kShift[4] = {0, 4, 0, 4};
   float acc[M][tiles::kGroupRows] = {};
   for (int64_t b = 0; b < k / kBlockSize; ++b, tile += kTileBlockBytes * M) {
@@ -88,28 +89,34 @@ void gemm_tile(const uint8_t* group, int64_t k, const uint8_t* tile, float* c, i
         int32_t sum = start[t];
         for (int i = 0; i < 16; ++i)
           sum += weight[i] * codes[16 * t + i];
-        const float term = std::bit_cast<float>(sum) * scale[t] - scale[M + t];
+        const float term = std::fma(std::bit_cast<float>(sum), scale[t], -scale[M + t]);
         acc[t][n] = std::fma(term, ws, acc[t][n]);
       }
     }
   }
   for (int t = 0; t < M; ++t) {
     for (int64_t n = 0; n < tiles::kGroupRows; ++n)
-      c[t * c_stride + n] = acc[t][n] * 0.25F;
+      c[t * kPairRows + n] = acc[t][n] * 0.25F;
   }
 }
 
-#include "cpu/gemm_int_dispatch.inl"
+template <int M>
+void gemm_tile(const uint8_t* pair, int64_t k, const uint8_t* tile, float* c) {
+  gemm_group<M>(pair, k, tile, c);
+  gemm_group<M>(pair + tiles::group_bytes(k), k, tile, c + tiles::kGroupRows);
+}
 
-constexpr int kTileTokens = 4;
+constexpr int kWidestTile = 4;
+
+#include "cpu/gemm_int_dispatch.inl"
 
 constexpr Kernels kTable = {"scalar",
                             amax_bits,
                             quantize_row,
                             pack_group,
-                            kTileTokens,
+                            kWidestTile,
                             expand_int,
-                            gemm_int<kTileTokens>,
+                            gemm_tiles,
                             activate16,
                             round_route,
                             combine};

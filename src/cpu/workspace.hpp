@@ -11,9 +11,6 @@
 
 namespace hexpert::cpu {
 
-inline constexpr int64_t kIntPassTokens = 64;  // tokens of one pass of the integer GEMM
-static_assert(kIntPassTokens % kMaxTileTokens == 0);
-
 // Per thread.
 struct ThreadScratch {
   Nvfp4Row* rows = nullptr;           // [kAmxMaxTokens] activations of the pass

@@ -92,7 +92,8 @@ HX_HOST_DEVICE constexpr int64_t gated_row(bool gate, int64_t feature, int64_t g
 // Gated FC1 groups alternate up, gate, up, gate, so one task reads both as one stream.
 namespace cpu_tiles {
 inline constexpr int64_t kGroupRows = 16;
-inline constexpr int64_t kSpan = 64;  // K elements of a record
+inline constexpr int64_t kPairRows = 32;  // two adjacent groups: what a GEMM call multiplies
+inline constexpr int64_t kSpan = 64;      // K elements of a record
 inline constexpr int64_t kRecordBytes = 576;
 inline constexpr int64_t kScalesAt = 512;     // offset of the scales in a record
 inline constexpr int64_t kSizeMultiple = 64;  // hidden and intermediate size are padded to this
