@@ -67,6 +67,8 @@ class SafetensorsFile {
   /// The string pairs of `__metadata__`.
   const std::map<std::string, std::string>& metadata() const;
   int64_t file_bytes() const;
+  /// Time of the last change, in nanoseconds since 1970.
+  int64_t modified_ns() const;
 
   /// The entry of a tensor, or null.
   const TensorInfo* find(std::string_view name) const;
