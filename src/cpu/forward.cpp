@@ -180,7 +180,9 @@ void run_stage(const Stage& stage, Counter& counter, const ThreadScratch& scratc
         const int64_t inside = std::max<int64_t>(0, at - load[expert] * pairs);
         return std::min(pairs, (inside + cost - 1) / cost);
       };
-      multiply(stage, scratch, expert, first_pair_from(low), first_pair_from(high));
+      const int64_t begin = first_pair_from(low);
+      const int64_t end = first_pair_from(high);
+      if (begin < end) multiply(stage, scratch, expert, begin, end);
     }
   }
 }
