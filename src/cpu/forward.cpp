@@ -1,9 +1,8 @@
 // quantize -> route -> FC1 + activation -> requantize -> FC2 -> combine, by all threads together.
 //
-// The work of a GEMM stage is the list of (expert, pair of row groups) in memory order. It is cut
-// into chunks of about equal cost that threads claim one after the other: a chunk reads one long
-// stream of weights. Every result element is computed by one thread in one fixed order, so neither
-// the number of threads nor their timing changes a bit.
+// The work of a GEMM stage is the list of (expert, pair of row groups) in memory order; threads claim
+// consecutive parts of it and read one long stream of weights each. Every result element is computed
+// by one thread in one fixed order, so neither the number of threads nor their timing changes a bit.
 #include "cpu/forward.hpp"
 
 #include <omp.h>
@@ -27,10 +26,9 @@ using tiles::kPairRows;
 
 // Reading a pair of groups costs as much as multiplying it with this many tokens.
 constexpr int64_t kReadCostTokens = 8;
-// A chunk is worth claiming from about half a megabyte of weights on; more chunks than this per
-// thread balance nothing any more.
-constexpr int64_t kMinChunkBytes = int64_t{512} << 10;
-constexpr int64_t kMaxChunksPerThread = 16;
+// Threads claim a share of what is left, so that streams are long at first and the last claims are
+// short and level the threads; a claim is never smaller than about this.
+constexpr int64_t kMinClaimBytes = int64_t{128} << 10;
 
 // One forward over one chunk of tokens, as all threads see it.
 struct Pass {
@@ -151,7 +149,7 @@ void measure_load(const Pass& pass) {
   pass.work.load[experts] = total;
 }
 
-// Claims chunks until none is left.
+// Claims work until none is left.
 template <typename Stage>
 void run_stage(const Stage& stage, Counter& counter, const ThreadScratch& scratch, int threads) {
   const Pass& pass = stage.pass;
@@ -161,16 +159,11 @@ void run_stage(const Stage& stage, Counter& counter, const ThreadScratch& scratc
   // A position in the work list: pair q of expert e begins at load[e] * pairs + q * cost(e).
   const int64_t total = load[experts] * pairs;
   const int64_t pair_bytes = 2 * tiles::group_bytes(stage.k());
-  const int64_t min_chunk =
-      (kReadCostTokens + 1) * std::max<int64_t>(1, kMinChunkBytes / pair_bytes);
-  const int64_t chunks =
-      std::clamp<int64_t>(total / min_chunk, threads, threads * kMaxChunksPerThread);
-  const auto position = [&](int64_t chunk) {
-    return static_cast<int64_t>(static_cast<__int128>(total) * chunk / chunks);
-  };
-  for (int64_t chunk; (chunk = counter.next.fetch_add(1, std::memory_order_relaxed)) < chunks;) {
-    const int64_t low = position(chunk);
-    const int64_t high = position(chunk + 1);
+  const int64_t min_claim =
+      (kReadCostTokens + 1) * std::max<int64_t>(1, kMinClaimBytes / pair_bytes);
+  for (int64_t low = counter.next.load(std::memory_order_relaxed); low < total;) {
+    const int64_t high = std::min(total, low + std::max(min_claim, (total - low) / (2 * threads)));
+    if (!counter.next.compare_exchange_weak(low, high, std::memory_order_relaxed)) continue;
     // The last expert that begins at or before `low`.
     int64_t expert = std::upper_bound(load, load + experts, low / pairs) - load - 1;
     for (; expert < experts && load[expert] * pairs < high; ++expert) {
@@ -184,6 +177,7 @@ void run_stage(const Stage& stage, Counter& counter, const ThreadScratch& scratc
       const int64_t end = first_pair_from(high);
       if (begin < end) multiply(stage, scratch, expert, begin, end);
     }
+    low = counter.next.load(std::memory_order_relaxed);
   }
 }
 

@@ -179,7 +179,7 @@ inline __attribute__((always_inline)) void multiply_block(const WeightBlock& w0,
 
 // One tile of tokens: weights are decoded on the way, ten instructions a block and group.
 template <int M>
-void gemm_tile(const uint8_t* pair, int64_t k, const uint8_t* tile, float* c) {
+[[gnu::noinline]] void gemm_tile(const uint8_t* pair, int64_t k, const uint8_t* tile, float* c) {
   const __m512i table = _mm512_load_si512(kDoubledPlus12.data());
   const uint8_t* second = pair + tiles::group_bytes(k);
   Accumulators<M> acc;
@@ -213,7 +213,7 @@ struct PanelBlock {
 using Panel = PanelBlock[kPanelBlocks];  // 20 KiB
 
 template <int M>
-void multiply_panel(
+[[gnu::noinline]] void multiply_panel(
     const Panel& panel, int64_t blocks, const uint8_t* tile, bool first, bool last, float* c) {
   Accumulators<M> acc;
   for (int i = 0; i < M; ++i) {
