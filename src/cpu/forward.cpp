@@ -91,35 +91,46 @@ struct Fc2 {
 
 // Routes [first, first + count) of one expert times pairs [begin, end).
 template <typename Stage>
-void multiply_pass(const Stage& stage,
-                   const ThreadScratch& scratch,
-                   bool use_amx,
-                   int64_t expert,
-                   int64_t first,
-                   int64_t count,
-                   int64_t begin,
-                   int64_t end) {
-  const Engine& engine = stage.pass.engine;
-  const int64_t k = stage.k();
-  for (int64_t i = 0; i < count; ++i)
-    scratch.rows[i] = stage.row(first + i);
-  if (use_amx) {
-    engine.amx->expand(scratch.rows, count, k, scratch.tile);
-  } else {
-    engine.kernels->expand_int(scratch.rows, count, k, scratch.tile);
+struct Multiplication {
+  const Stage& stage;
+  const ThreadScratch& scratch;
+  int64_t expert;
+  int64_t first;
+  int64_t count;
+  int64_t begin;
+  int64_t end;
+
+  const uint8_t* weights(int64_t pair) const {
+    return stage.matrix(expert) + 2 * pair * tiles::group_bytes(stage.k());
   }
-  for (int64_t pair = begin; pair < end; ++pair) {
-    const uint8_t* weights = stage.matrix(expert) + 2 * pair * tiles::group_bytes(k);
-    if (use_amx) {
-      engine.amx->gemm_pair(weights, k, scratch.tile, count, scratch.c, scratch.amx);
-    } else {
-      engine.kernels->gemm_int(weights, k, scratch.tile, count, scratch.c);
-    }
+  void finish(int64_t pair, const float* c) const {
     for (int64_t i = 0; i < count; ++i) {
-      stage.finish(expert, pair, first + i, scratch.c + i * kPairRows);
+      stage.finish(expert, pair, first + i, c + i * kPairRows);
     }
   }
-}
+  void run(bool use_amx) const {
+    const Engine& engine = stage.pass.engine;
+    const int64_t k = stage.k();
+    for (int64_t i = 0; i < count; ++i)
+      scratch.rows[i] = stage.row(first + i);
+    if (use_amx) {
+      engine.amx->expand(scratch.rows, count, k, scratch.tile);
+      const PairSink sink = {const_cast<Multiplication*>(this),
+                             [](void* context, int64_t pair, const float* c) {
+                               const auto* self = static_cast<const Multiplication*>(context);
+                               self->finish(self->begin + pair, c);
+                             }};
+      engine.amx->gemm_pairs(
+          weights(begin), end - begin, k, scratch.tile, count, scratch.c, scratch.panel, sink);
+    } else {
+      engine.kernels->expand_int(scratch.rows, count, k, scratch.tile);
+      for (int64_t pair = begin; pair < end; ++pair) {
+        engine.kernels->gemm_int(weights(pair), k, scratch.tile, count, scratch.c);
+        finish(pair, scratch.c);
+      }
+    }
+  }
+};
 
 template <typename Stage>
 void multiply(
@@ -132,7 +143,7 @@ void multiply(
   const int64_t step = use_amx ? kAmxMaxTokens : kIntPassTokens;
   for (int64_t route = first; route < last; route += step) {
     const int64_t count = std::min(step, last - route);
-    multiply_pass(stage, scratch, use_amx, expert, route, count, begin, end);
+    Multiplication<Stage>{stage, scratch, expert, route, count, begin, end}.run(use_amx);
   }
 }
 

@@ -15,23 +15,35 @@ constexpr int64_t amx_tile_bytes(int64_t tokens, int64_t k) {
 }
 inline constexpr int64_t kAmxMaxTokens = 256;  // of one pass
 
+// Takes the result of one pair of groups: c[i * 32 + n] is row n times token i.
+struct PairSink {
+  void* context = nullptr;
+  void (*finish)(void* context, int64_t pair, const float* c) = nullptr;
+};
+
 struct AmxKernels {
   // Once per thread and forward, before and after the others.
   void (*begin)();
   void (*end)();
   void (*expand)(const Nvfp4Row* rows, int64_t m, int64_t k, uint8_t* tiles);
-  // c[i * 32 + n] = sum over k of row n times token i, for n < 32, i < m rounded up to 16.
-  // `pair`: two adjacent cpu_tiles groups (32 rows). `scratch`: scratch_bytes, 64-byte aligned,
-  // per thread.
-  void (*gemm_pair)(
-      const uint8_t* pair, int64_t k, const uint8_t* tiles, int64_t m, float* c, uint8_t* scratch);
-  int64_t (*scratch_bytes)(int64_t k);
+  // Multiplies `num_pairs` consecutive pairs of cpu_tiles groups (32 rows each) with m tokens; the
+  // sink is called once per pair, in order. `c` holds kAmxMaxTokens x 32 floats, `panel`
+  // panel_bytes, 64-byte aligned, both of the calling thread.
+  void (*gemm_pairs)(const uint8_t* pairs,
+                     int64_t num_pairs,
+                     int64_t k,
+                     const uint8_t* tiles,
+                     int64_t m,
+                     float* c,
+                     uint8_t* panel,
+                     const PairSink& sink);
+  int64_t panel_bytes;
 };
 
 // The hardware's, or null without AMX.
 const AmxKernels* amx_kernels();
 // The same code over a tile unit emulated in plain C++: lets machines without AMX test everything
-// but the instructions. Never chosen by a plan.
-const AmxKernels& emulated_amx_kernels();
+// but the instructions. Needs AVX-512 with VBMI; null without. Never chosen by a plan.
+const AmxKernels* emulated_amx_kernels();
 
 }  // namespace hexpert::cpu

@@ -62,7 +62,7 @@ Workspace Workspace::layout(const Engine& engine,
   const int64_t int_tile = int_tile_bytes(std::min(routes, kIntPassTokens), longest);
   w.tile_at_ =
       part(engine.amx == nullptr ? int_tile : std::max(int_tile, amx_tile_bytes(pass, longest)));
-  w.amx_at_ = part(engine.amx == nullptr ? 0 : engine.amx->scratch_bytes(longest));
+  w.panel_at_ = part(engine.amx == nullptr ? 0 : engine.amx->panel_bytes);
   w.thread_bytes = round_up(one.used(), 4096);  // threads never share a page
   w.threads = all.take<uint8_t>(w.thread_bytes * num_threads);
   w.bytes = all.used();
@@ -75,7 +75,7 @@ ThreadScratch Workspace::thread(int index) const {
   scratch.rows = reinterpret_cast<Nvfp4Row*>(base + rows_at_);
   scratch.tile = base + tile_at_;
   scratch.c = reinterpret_cast<float*>(base + c_at_);
-  scratch.amx = base + amx_at_;
+  scratch.panel = base + panel_at_;
   scratch.routes = reinterpret_cast<const uint16_t**>(base + routes_at_);
   return scratch;
 }

@@ -16,7 +16,7 @@ struct ThreadScratch {
   Nvfp4Row* rows = nullptr;           // [kAmxMaxTokens] activations of the pass
   uint8_t* tile = nullptr;            // activations of the pass, as the GEMM reads them
   float* c = nullptr;                 // [kAmxMaxTokens, 32] results of one pair of groups
-  uint8_t* amx = nullptr;             // scratch of the AMX GEMM
+  uint8_t* panel = nullptr;           // weights of the AMX GEMM, expanded
   const uint16_t** routes = nullptr;  // [top_k] for the combine
 };
 
@@ -51,7 +51,7 @@ struct Workspace {
                           std::byte* base);
 
  private:
-  int64_t rows_at_ = 0, tile_at_ = 0, c_at_ = 0, amx_at_ = 0, routes_at_ = 0;
+  int64_t rows_at_ = 0, tile_at_ = 0, c_at_ = 0, panel_at_ = 0, routes_at_ = 0;
 };
 
 }  // namespace hexpert::cpu
