@@ -14,6 +14,16 @@
 
 namespace hexpert::test {
 
+// Parameters of the conformance cases.
+inline constexpr Activation kSquaredRelu{.type = ActivationType::kSquaredRelu};
+inline constexpr Activation kSwiGlu{.type = ActivationType::kSwiGlu};
+inline constexpr Activation kOai{
+    .type = ActivationType::kSwiGluOai, .alpha = 1.702F, .beta = 1, .limit = 7};
+inline constexpr Activation kGeGlu{.type = ActivationType::kGeGluTanh};
+inline constexpr Activation kSiTu{.type = ActivationType::kSiTu, .situ_b = 1.75F};
+inline constexpr Activation kSiTuBoth{
+    .type = ActivationType::kSiTu, .situ_b = 0.8F, .situ_c = 1.5F};
+
 enum class Routing : uint8_t {
   kUniform,     // distinct experts of a token
   kRepeating,   // any expert in any slot, -1 and ids outside of 0..E-1 among them
@@ -29,7 +39,7 @@ struct MoeCase {
   int64_t tokens = 4;
   int64_t num_local_experts = 0;  // 0: all
   int64_t local_expert_offset = 0;
-  Activation activation = {.type = ActivationType::kSquaredRelu};
+  Activation activation = kSquaredRelu;
   Routing routing = Routing::kUniform;
   uint64_t seed = 1;
 
@@ -52,19 +62,22 @@ inline std::ostream& operator<<(std::ostream& stream, const MoeCase& c) {
                 << static_cast<int>(c.routing) << " seed " << c.seed;
 }
 
-// BF16 matrices of one expert: N(0, 1) / 10 times a factor in 0.75..1.25. Slices of one pool, so
-// that hundreds of experts of real size are made in moments.
+// BF16 matrices of one expert: N(0, 1) / 10 times a factor in 0.75..1.25. Pieces of one random
+// sequence, so that hundreds of experts of real size are made in moments.
 class ExpertSource {
  public:
   explicit ExpertSource(const MoeCase& c)
       : fc1_rows_(c.intermediate_size * (c.gated() ? 2 : 1)),
         hidden_size_(c.hidden_size),
-        intermediate_size_(c.intermediate_size),
-        pool_(gaussian_bf16((int64_t{1} << 18) + 977, c.seed, 0.1)) {}
+        intermediate_size_(c.intermediate_size) {
+    for (int i = 0; i < kFactors; ++i) {
+      pools_.push_back(gaussian_bf16(kPoolSize, c.seed, 0.1 * (0.75 + 0.5 * i / (kFactors - 1))));
+    }
+  }
 
-  Bf16Vector fc1(int64_t expert) const { return slice(2 * expert, fc1_rows_ * hidden_size_); }
+  Bf16Vector fc1(int64_t expert) const { return piece(2 * expert, fc1_rows_ * hidden_size_); }
   Bf16Vector fc2(int64_t expert) const {
-    return slice(2 * expert + 1, hidden_size_ * intermediate_size_);
+    return piece(2 * expert + 1, hidden_size_ * intermediate_size_);
   }
   ConstTensorView fc1_view(const Bf16Vector& matrix) const {
     return {matrix.data(), DType::kBF16, {fc1_rows_, hidden_size_}};
@@ -74,13 +87,17 @@ class ExpertSource {
   }
 
  private:
-  Bf16Vector slice(int64_t index, int64_t count) const {
-    const float factor = 0.75F + 0.5F * static_cast<float>(index * 7 % 11) / 10.0F;
+  static constexpr int kFactors = 5;
+  static constexpr int64_t kPoolSize = (1 << 16) + 977;
+
+  Bf16Vector piece(int64_t index, int64_t count) const {
+    const Bf16Vector& pool = pools_[static_cast<std::size_t>(index % kFactors)];
     Bf16Vector values(static_cast<std::size_t>(count));
-    std::size_t from = static_cast<std::size_t>(index) * 4099 % pool_.size();
-    for (uint16_t& value : values) {
-      value = bf16_from_f32(bf16_to_f32(pool_[from]) * factor);
-      if (++from == pool_.size()) from = 0;
+    int64_t from = index * 4099 % kPoolSize;
+    for (int64_t done = 0; done < count; from = 0) {
+      const int64_t part = std::min(count - done, kPoolSize - from);
+      std::copy_n(pool.begin() + from, part, values.begin() + done);
+      done += part;
     }
     return values;
   }
@@ -88,7 +105,7 @@ class ExpertSource {
   int64_t fc1_rows_;
   int64_t hidden_size_;
   int64_t intermediate_size_;
-  Bf16Vector pool_;
+  std::vector<Bf16Vector> pools_;
 };
 
 inline ExpertWeights make_weights(const MoeCase& c) {

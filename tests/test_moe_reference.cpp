@@ -14,6 +14,12 @@
 namespace hexpert {
 namespace {
 
+using test::kGeGlu;
+using test::kOai;
+using test::kSiTu;
+using test::kSiTuBoth;
+using test::kSquaredRelu;
+using test::kSwiGlu;
 using test::MoeCase;
 using test::MoeData;
 using test::MoeRun;
@@ -27,13 +33,6 @@ double sigmoid(double v) {
 
 // --- activations ---
 
-constexpr Activation kSquaredRelu{.type = ActivationType::kSquaredRelu};
-constexpr Activation kSwiGlu{.type = ActivationType::kSwiGlu};
-constexpr Activation kOai{
-    .type = ActivationType::kSwiGluOai, .alpha = 1.702F, .beta = 1, .limit = 7};
-constexpr Activation kGeGlu{.type = ActivationType::kGeGluTanh};
-constexpr Activation kSiTu{.type = ActivationType::kSiTu, .situ_b = 1.75F};
-constexpr Activation kSiTuBoth{.type = ActivationType::kSiTu, .situ_b = 0.8F, .situ_c = 1.5F};
 constexpr Activation kAll[] = {kSquaredRelu, kSwiGlu, kOai, kGeGlu, kSiTu, kSiTuBoth};
 
 TEST(Activation, Formulas) {

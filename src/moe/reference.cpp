@@ -9,6 +9,7 @@
 #include <array>
 #include <cmath>
 
+#include "cpu/float_environment.hpp"
 #include "format/layout.hpp"
 #include "moe/activation.hpp"
 #include "moe/stage_dump.hpp"
@@ -257,6 +258,7 @@ Status forward(const ForwardArgs& args) {
   const int64_t bytes = scratch_bytes(*args.problem, weights.shape);
 #pragma omp parallel num_threads(args.num_threads)
   {
+    const cpu::FloatEnvironment environment;
     Scratch scratch = carve(args.workspace + omp_get_thread_num() * bytes,
                             weights.hidden,
                             weights.intermediate,

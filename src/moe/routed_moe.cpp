@@ -28,7 +28,7 @@ Status fail(ErrorCode code, fmt::format_string<Args...> format, Args&&... args) 
 Status check_problem(const MoeProblem& problem, const ExpertShape& shape) {
   constexpr ErrorCode kInvalid = ErrorCode::kInvalidArgument;
   if (problem.max_tokens < 0) {
-    return fail(kInvalid, "max_tokens: expected a number >= 0, got {}", problem.max_tokens);
+    return fail(kInvalid, "max_tokens: expected >= 0, got {}", problem.max_tokens);
   }
   if (problem.top_k < 1) return fail(kInvalid, "top_k: expected >= 1, got {}", problem.top_k);
   if (problem.num_experts < 1) {

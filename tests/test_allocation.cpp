@@ -1,0 +1,107 @@
+// forward() allocates nothing: malloc and its family are counted, those of the OpenMP runtime
+// included.
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <cstdlib>
+
+#include "moe_case.hpp"
+
+namespace {
+std::atomic<bool> counting{false};
+std::atomic<long> allocations{0};
+void count() {
+  if (counting.load(std::memory_order_relaxed)) ++allocations;
+}
+}  // namespace
+
+// glibc's own names; operator new ends in malloc.
+extern "C" {
+void* __libc_malloc(size_t size);
+void* __libc_calloc(size_t count, size_t size);
+void* __libc_realloc(void* p, size_t size);
+void* __libc_memalign(size_t alignment, size_t size);
+
+void* malloc(size_t size) {
+  count();
+  return __libc_malloc(size);
+}
+void* calloc(size_t n, size_t size) {
+  count();
+  return __libc_calloc(n, size);
+}
+void* realloc(void* p, size_t size) {
+  count();
+  return __libc_realloc(p, size);
+}
+void* aligned_alloc(size_t alignment, size_t size) {
+  count();
+  return __libc_memalign(alignment, size);
+}
+int posix_memalign(void** out, size_t alignment, size_t size) {
+  count();
+  *out = __libc_memalign(alignment, size);
+  return *out == nullptr ? 12 : 0;  // ENOMEM
+}
+}
+
+namespace hexpert {
+namespace {
+
+using test::MoeCase;
+using test::MoeData;
+
+template <typename Body>
+long allocations_of(const Body& body) {
+  allocations = 0;
+  counting = true;
+  body();
+  counting = false;
+  return allocations;
+}
+
+TEST(Allocation, IsCounted) {
+  EXPECT_EQ(allocations_of([] {
+              int* volatile p = new int;
+              delete p;
+            }),
+            1);
+  EXPECT_GE(allocations_of([] { test::Bf16Vector values(100); }), 1);
+}
+
+TEST(Allocation, ForwardAllocatesNothing) {
+  MoeCase c{.num_experts = 8,
+            .top_k = 3,
+            .hidden_size = 100,
+            .intermediate_size = 70,
+            .tokens = 40,
+            .activation = test::kSwiGlu};
+  const ExpertWeights gated = test::make_weights(c);
+  for (const Activation& activation :
+       {test::kSwiGlu, test::kOai, test::kGeGlu, test::kSiTuBoth, test::kSquaredRelu}) {
+    c.activation = activation;
+    const ExpertWeights plain = test::make_weights(c);
+    const ExpertWeights& weights = c.gated() ? gated : plain;
+    const MoeData data(c);
+    test::PoisonedBuffer<float> out(c.tokens * c.hidden_size);
+    for (const std::string& backend : test::available_backends()) {
+      for (int num_threads : {1, 2}) {
+        RoutedMoe moe =
+            test::make_moe(c, weights, {.backend = backend, .num_threads = num_threads});
+        const MoeInputs inputs = data.inputs(c);
+        const TensorView view = test::view(out, c);
+        ASSERT_TRUE(moe.forward(inputs, view).ok());  // OpenMP starts its threads
+        bool ok = true;
+        const long count = allocations_of([&] {
+          for (int i = 0; i < 3; ++i)
+            ok = ok && moe.forward(inputs, view).ok();
+        });
+        EXPECT_TRUE(ok);
+        EXPECT_EQ(count, 0) << backend << " threads " << num_threads;
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace hexpert
