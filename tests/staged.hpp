@@ -262,9 +262,13 @@ inline void expect_every_backend(const MoeCase& c,
   std::unique_ptr<MoeRun> integer;  // of the first backend that adds integer block sums
   for (const std::string& backend : available_backends()) {
     SCOPED_TRACE(backend);
+    if (backend == "reference") {  // its combine, and the rows it must not write
+      check.expect(*exact, *exact);
+      continue;
+    }
     std::unique_ptr<MoeRun> actual = run(backend, c, weights, inputs);
     check.expect(*exact, *actual);
-    if (backend == "reference" || backend == "cpu-amx") continue;
+    if (backend == "cpu-amx") continue;
     if (integer) {
       expect_same_bits(*integer, *actual);
     } else {
