@@ -1,0 +1,18 @@
+# The C++ of README.md is the marked region of examples/routed_moe.cpp, character for character.
+# Called with -DSOURCE_DIR=...
+file(READ ${SOURCE_DIR}/README.md readme)
+file(READ ${SOURCE_DIR}/examples/routed_moe.cpp example)
+set(marker "// [routed_moe]\n")
+string(LENGTH "${marker}" marker_length)
+string(FIND "${example}" "${marker}" begin)
+string(FIND "${example}" "${marker}" end REVERSE)
+math(EXPR begin "${begin} + ${marker_length}")
+math(EXPR length "${end} - ${begin}")
+if(length LESS 100)
+  message(FATAL_ERROR "examples/routed_moe.cpp: no region between two lines '// [routed_moe]'")
+endif()
+string(SUBSTRING "${example}" ${begin} ${length} region)
+string(FIND "${readme}" "```cpp\n${region}```" found)
+if(found EQUAL -1)
+  message(FATAL_ERROR "README.md: the ```cpp block differs from the region of examples/routed_moe.cpp")
+endif()
