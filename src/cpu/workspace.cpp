@@ -30,23 +30,23 @@ Workspace Workspace::layout(const Engine& engine,
   const int64_t hidden = round_up(shape.hidden_size, layout::cpu_tiles::kSizeMultiple);
   const int64_t intermediate = round_up(shape.intermediate_size, layout::cpu_tiles::kSizeMultiple);
   const int64_t chunk = std::min(problem.max_tokens, kChunkTokens);
-  const int64_t routes = chunk * problem.top_k;
+  const int64_t num_routes = chunk * problem.top_k;
   const int64_t longest = std::max(hidden, intermediate);
 
   Workspace w;
   Divider all(base);
   w.counters = all.take<Counter>(2);
   w.routes.expert_offsets = all.take<int32_t>(shape.num_local_experts + 1);
-  w.routes.permuted_to_expanded = all.take<int32_t>(routes);
-  w.routes.expanded_to_permuted = all.take<int32_t>(routes);
+  w.routes.permuted_to_expanded = all.take<int32_t>(num_routes);
+  w.routes.expanded_to_permuted = all.take<int32_t>(num_routes);
   w.load = all.take<int64_t>(shape.num_local_experts + 1);
   w.x_codes = all.take<uint8_t>(chunk * hidden / 2);
   w.x_scales = all.take<uint8_t>(chunk * hidden / 16);
   w.x_token_scale = all.take<float>(chunk);
-  w.h_codes = all.take<uint8_t>(routes * intermediate / 2);
-  w.h_scales = all.take<uint8_t>(routes * intermediate / 16);
-  w.h_token_scale = all.take<float>(routes);
-  w.h = all.take<uint16_t>(routes * longest);
+  w.h_codes = all.take<uint8_t>(num_routes * intermediate / 2);
+  w.h_scales = all.take<uint8_t>(num_routes * intermediate / 16);
+  w.h_token_scale = all.take<float>(num_routes);
+  w.h = all.take<uint16_t>(num_routes * longest);
   w.y = w.h;
 
   Divider one(nullptr);
@@ -58,8 +58,8 @@ Workspace Workspace::layout(const Engine& engine,
   w.rows_at_ = part(kAmxMaxTokens * static_cast<int64_t>(sizeof(Nvfp4Row)));
   w.c_at_ = part(kAmxMaxTokens * 32 * static_cast<int64_t>(sizeof(float)));
   w.routes_at_ = part(problem.top_k * static_cast<int64_t>(sizeof(void*)));
-  const int64_t pass = std::min(routes, kAmxMaxTokens);
-  const int64_t int_tile = int_tile_bytes(std::min(routes, kIntPassTokens), longest);
+  const int64_t pass = std::min(num_routes, kAmxMaxTokens);
+  const int64_t int_tile = int_tile_bytes(std::min(num_routes, kIntPassTokens), longest);
   w.tile_at_ =
       part(engine.amx == nullptr ? int_tile : std::max(int_tile, amx_tile_bytes(pass, longest)));
   w.panel_at_ = part(engine.amx == nullptr ? 0 : engine.amx->panel_bytes);

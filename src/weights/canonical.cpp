@@ -225,6 +225,7 @@ Status ExpertWeights::import_canonical(const CanonicalWeights& source) {
         m1,
         e,
         [&](int64_t r) { return fc1_place(s.shape, r); },
+        // NOLINTNEXTLINE(clang-analyzer-core.NullDereference): required above
         [&](bool gate) { return gate ? gate_alpha[e] : source.fc1_alpha[e]; },
         fc1_data(e),
         fc1_scales(e)));
