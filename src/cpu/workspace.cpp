@@ -50,9 +50,9 @@ Workspace Workspace::layout(const Engine& engine,
   w.y = w.h;
 
   Divider one(nullptr);
-  const auto part = [&one](int64_t bytes) {
+  const auto part = [&one](int64_t size) {
     const int64_t at = one.used();
-    one.take<uint8_t>(bytes);
+    one.take<uint8_t>(size);
     return at;
   };
   w.rows_at_ = part(kAmxMaxTokens * static_cast<int64_t>(sizeof(Nvfp4Row)));
