@@ -119,7 +119,7 @@ Result<DenseExpert> load_dense_expert(const Checkpoint& checkpoint,
 Result<ErrorStats> expert_error(const Checkpoint& checkpoint,
                                 std::string_view prefix,
                                 int64_t expert,
-                                const QuantizeOptions& options = {});
+                                int num_threads = 0);
 
 /// How quantize_checkpoint() arranges the experts that it writes.
 enum class Arrangement : uint8_t {
@@ -161,8 +161,8 @@ struct QuantizeSummary {
 /// is taken up where its last finished shard ends, if source and options are the same. Experts that
 /// are NVFP4 already are rearranged, bytes and scales unchanged.
 ///
-/// @return the summary; kInvalidArgument (output exists or lies in the input, nothing to write,
-///         unknown layer), kNonFiniteWeights (expert named), kIoError (disk full: what was
+/// @return the summary; kInvalidArgument (output exists or is the input, no experts),
+///         kNotFound (layer), kNonFiniteWeights (expert named), kIoError (disk full: what was
 ///         written for the unfinished file is removed), kOutOfMemory, kUnsupported.
 Result<QuantizeSummary> quantize_checkpoint(const Checkpoint& input,
                                             const std::string& output,
