@@ -98,15 +98,15 @@ constexpr std::array kReadVariants = {
 // --- arithmetic: loops of independent instructions, in assembly so that nothing is optimised ---
 
 #define HX_ZERO(r) "vpxor %%xmm" r ",%%xmm" r ",%%xmm" r "\n\t"
-#define HX_ZERO_ALL                                                                             \
-  HX_ZERO("0")                                                                                  \
-  HX_ZERO("1")                                                                                  \
-  HX_ZERO("2")                                                                                  \
-  HX_ZERO("3")                                                                                  \
-  HX_ZERO("4")                                                                                  \
-  HX_ZERO("5")                                                                                  \
-  HX_ZERO("6") HX_ZERO("7") HX_ZERO("8") HX_ZERO("9") HX_ZERO("10") HX_ZERO("11") HX_ZERO("12") \
-      HX_ZERO("13")
+#define HX_ZERO_ALL \
+  HX_ZERO("0")      \
+  HX_ZERO("1")      \
+  HX_ZERO("2")      \
+  HX_ZERO("3")      \
+  HX_ZERO("4")      \
+  HX_ZERO("5")      \
+  HX_ZERO("6")      \
+  HX_ZERO("7") HX_ZERO("8") HX_ZERO("9") HX_ZERO("10") HX_ZERO("11") HX_ZERO("12") HX_ZERO("13")
 #define HX_CLOBBERS                                                                        \
   "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", "xmm10", \
       "xmm11", "xmm12", "xmm13", "cc"

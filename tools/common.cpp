@@ -6,14 +6,12 @@
 
 #include <algorithm>
 #include <array>
-#include <bit>
 #include <cctype>
 #include <charconv>
 #include <chrono>
 #include <cmath>
-#include <cstdlib>
 
-#include "format/codec.hpp"
+#include "CLI/CLI.hpp"
 
 namespace hexpert::tools {
 namespace {
@@ -73,17 +71,26 @@ bool parse_floats(std::string_view text, std::vector<float>* values) {
   return true;
 }
 
-// Position on the line of representable values: adjacent values differ by 1, both zeros are 0.
-int64_t ordinal(uint32_t bits, int width) {
-  const uint32_t sign = 1U << (width - 1);
-  const auto magnitude = static_cast<int64_t>(bits & (sign - 1));
-  return (bits & sign) != 0 ? -magnitude : magnitude;
-}
-
 }  // namespace
 
 void require(const Status& status) {
   if (!status.ok()) throw Error(status);
+}
+
+std::string require_backend(const std::string& name) {
+  std::vector<std::string_view> names;
+  for (const BackendInfo& backend : list_backends()) {
+    names.push_back(backend.name);
+    const bool chosen = name.empty() ? backend.available : backend.name == name;
+    if (!chosen) continue;
+    if (!backend.available) {
+      throw Error(
+          Status(ErrorCode::kUnsupportedDevice, fmt::format("{}: {}", name, backend.reason)));
+    }
+    return std::string(backend.name);
+  }
+  throw CLI::ValidationError(
+      "--backend", fmt::format("'{}' is not known; known are {}", name, fmt::join(names, ", ")));
 }
 
 std::span<const ModelShape> model_shapes() {
@@ -169,131 +176,6 @@ std::string format_activation(const Activation& a) {
                       : fmt::format("situ:{}", a.situ_b);
   }
   return {};
-}
-
-std::vector<uint16_t> random_bf16(int64_t count, float sigma, uint64_t seed) {
-  std::vector<uint16_t> values(static_cast<size_t>(count));
-  Random random(seed);
-  for (uint16_t& value : values)
-    value = bf16_from_f32(sigma * random.normal());
-  return values;
-}
-
-MoeInputs RandomInputs::view() const {
-  MoeInputs inputs;
-  inputs.hidden_states = {hidden_states.data(), DType::kBF16, {tokens, hidden_size}};
-  inputs.routing_map = {routing_map.data(), DType::kI32, {tokens, top_k}};
-  inputs.probabilities = {probabilities.data(), DType::kF32, {tokens, top_k}};
-  return inputs;
-}
-
-RandomInputs RandomInputs::select(std::span<const int64_t> rows) const {
-  RandomInputs result;
-  result.tokens = static_cast<int64_t>(rows.size());
-  result.top_k = top_k;
-  result.hidden_size = hidden_size;
-  for (int64_t row : rows) {
-    const auto append = [row](auto& to, const auto& from, int64_t width) {
-      to.insert(to.end(), from.begin() + row * width, from.begin() + (row + 1) * width);
-    };
-    append(result.hidden_states, hidden_states, hidden_size);
-    append(result.routing_map, routing_map, top_k);
-    append(result.probabilities, probabilities, top_k);
-  }
-  return result;
-}
-
-RandomInputs random_inputs(
-    int64_t tokens, int64_t top_k, int64_t num_experts, int64_t hidden_size, uint64_t seed) {
-  RandomInputs inputs;
-  inputs.tokens = tokens;
-  inputs.top_k = top_k;
-  inputs.hidden_size = hidden_size;
-  inputs.hidden_states = random_bf16(tokens * hidden_size, 1.0F, seed);
-  inputs.routing_map.reserve(static_cast<size_t>(tokens * top_k));
-  inputs.probabilities.reserve(static_cast<size_t>(tokens * top_k));
-  Random random(seed ^ 0x5DEECE66DU);
-  std::vector<int32_t> experts(static_cast<size_t>(num_experts));
-  for (size_t e = 0; e < experts.size(); ++e)
-    experts[e] = static_cast<int32_t>(e);
-  for (int64_t i = 0; i < tokens; ++i) {
-    float sum = 0;
-    for (int64_t s = 0; s < top_k; ++s) {
-      const int64_t drawn = s % num_experts;  // a partial Fisher-Yates shuffle per token
-      std::swap(experts[static_cast<size_t>(drawn)],
-                experts[static_cast<size_t>(drawn + random.below(num_experts - drawn))]);
-      inputs.routing_map.push_back(experts[static_cast<size_t>(drawn)]);
-      inputs.probabilities.push_back(0.1F + static_cast<float>(random.below(1000)) * 1e-3F);
-      sum += inputs.probabilities.back();
-    }
-    for (auto p = inputs.probabilities.end() - top_k; p != inputs.probabilities.end(); ++p)
-      *p /= sum;
-  }
-  return inputs;
-}
-
-bool Agreement::ok() const {
-  const int64_t outliers = rows - rows_within;
-  const int64_t allowed = rows < 20 ? 1 : rows / 20;
-  return outliers <= allowed && worst_row_l2 <= kWorstRow && wrong_zero_rows == 0 &&
-         nan_mismatches == 0 && (rows < 64 || relative_l2 <= kWhole);
-}
-
-double Agreement::equal_share() const {
-  return elements == 0 ? 1.0 : static_cast<double>(equal) / static_cast<double>(elements);
-}
-
-Agreement compare(const ConstTensorView& reference, const ConstTensorView& candidate) {
-  const int64_t rows = reference.shape[0];
-  const int64_t cols = reference.shape[1];
-  const bool f32 = reference.dtype == DType::kF32;
-  const auto bits_at = [f32](const ConstTensorView& view, int64_t i) -> uint32_t {
-    return f32 ? view.as<uint32_t>()[i] : view.as<uint16_t>()[i];
-  };
-  const auto value_of = [f32](uint32_t bits) {
-    return f32 ? std::bit_cast<float>(bits) : bf16_to_f32(static_cast<uint16_t>(bits));
-  };
-  Agreement a;
-  a.elements = rows * cols;
-  double all_noise = 0;
-  double all_signal = 0;
-  for (int64_t r = 0; r < rows; ++r) {
-    double noise = 0;
-    double signal = 0;
-    for (int64_t i = r * cols; i < (r + 1) * cols; ++i) {
-      const uint32_t expected_bits = bits_at(reference, i);
-      const uint32_t got_bits = bits_at(candidate, i);
-      const float expected = value_of(expected_bits);
-      const float got = value_of(got_bits);
-      a.equal += static_cast<int64_t>(expected_bits == got_bits);
-      if (!std::isfinite(expected) || !std::isfinite(got)) {
-        const bool same = expected == got || (std::isnan(expected) && std::isnan(got));
-        a.nan_mismatches += static_cast<int64_t>(!same);
-        continue;
-      }
-      const int width = f32 ? 32 : 16;
-      a.largest_ulp = std::max(a.largest_ulp,
-                               std::abs(ordinal(expected_bits, width) - ordinal(got_bits, width)));
-      const double difference = static_cast<double>(got) - static_cast<double>(expected);
-      noise += difference * difference;
-      signal += static_cast<double>(expected) * static_cast<double>(expected);
-    }
-    all_noise += noise;
-    all_signal += signal;
-    if (signal == 0) {
-      a.wrong_zero_rows += static_cast<int64_t>(noise != 0);
-      continue;
-    }
-    const double l2 = std::sqrt(noise / signal);
-    ++a.rows;
-    a.rows_within += static_cast<int64_t>(l2 <= Agreement::kRowL2);
-    if (l2 > a.worst_row_l2 || a.worst_row < 0) {
-      a.worst_row_l2 = l2;
-      a.worst_row = r;
-    }
-  }
-  a.relative_l2 = all_signal == 0 ? 0 : std::sqrt(all_noise / all_signal);
-  return a;
 }
 
 Table::Table(std::FILE* out, std::vector<Column> columns)
