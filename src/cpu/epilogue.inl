@@ -46,12 +46,13 @@ inline Vec::F squared_relu(Vec::F z) {
   return Vec::mul(r, r);
 }
 
-void activate16(const Activation& activation,
-                const float* up,
-                const float* gate,
-                float up_scale,
-                float gate_scale,
-                uint16_t* out) {
+// 16 features of one route. `gate` may be `up`: squared ReLU does not look at it.
+inline void activate16(const Activation& activation,
+                       const float* up,
+                       const float* gate,
+                       float up_scale,
+                       float gate_scale,
+                       uint16_t* out) {
   const Vec::F up_factor = Vec::set1(up_scale);
   const Vec::F gate_factor = Vec::set1(gate_scale);
   switch (activation.type) {
@@ -69,16 +70,37 @@ void activate16(const Activation& activation,
       return;
     default:
       for (int i = 0; i < 16; ++i) {
-        out[i] = bf16_from_f32(
-            static_cast<float>(activate(activation, up[i] * up_scale, gate[i] * gate_scale)));
+        out[i] = bf16_from_f32(static_cast<float>(
+            hexpert::activate(activation, up[i] * up_scale, gate[i] * gate_scale)));
       }
   }
 }
 
-void round_route(const float* c, float scale, int64_t n, uint16_t* out) {
-  const Vec::F factor = Vec::set1(scale);
-  for (int64_t i = 0; i < n; i += Vec::kLanes) {
-    Vec::store_bf16(out + i, Vec::mul(factor, Vec::load(c + i)));
+void activate(const Activation& activation,
+              bool gated,
+              const float* c,
+              int64_t count,
+              const float* up_scale,
+              const float* gate_scale,
+              uint16_t* out,
+              int64_t stride) {
+  for (int64_t i = 0; i < count; ++i, c += kPairRows, out += stride) {
+    if (gated) {
+      activate16(activation, c, c + 16, up_scale[i], gate_scale[i], out);
+    } else {
+      activate16(activation, c, c, up_scale[i], up_scale[i], out);
+      activate16(activation, c + 16, c + 16, up_scale[i], up_scale[i], out + 16);
+    }
+  }
+}
+
+void round_routes(
+    const float* c, int64_t count, const float* scale, uint16_t* out, int64_t stride) {
+  for (int64_t i = 0; i < count; ++i, c += kPairRows, out += stride) {
+    const Vec::F factor = Vec::set1(scale[i]);
+    for (int64_t n = 0; n < kPairRows; n += Vec::kLanes) {
+      Vec::store_bf16(out + n, Vec::mul(factor, Vec::load(c + n)));
+    }
   }
 }
 

@@ -46,6 +46,12 @@ struct Pass {
 
 // --- the two GEMM stages ---
 
+// Weight alpha times activation scale; FC2 has the first only.
+struct RouteScale {
+  float up;
+  float gate;
+};
+
 struct Fc1 {
   const Pass& pass;
   int64_t k() const { return pass.weights.hidden; }
@@ -55,21 +61,27 @@ struct Fc1 {
     const int64_t token = pass.token_of(route);
     return {pass.work.x_codes + token * (k() / 2), pass.work.x_scales + token * (k() / 16)};
   }
-  // c: one row of 32 results per route: up and gate of 16 features, or 32 features.
-  void finish(int64_t expert, int64_t pair, int64_t route, const float* c) const {
+  RouteScale scale(int64_t expert, int64_t route) const {
     const auto e = static_cast<size_t>(expert);
     const float token_scale = pass.work.x_token_scale[pass.token_of(route)];
-    const float up_scale = pass.weights.fc1_up_alpha[e] * token_scale;
-    const float gate_scale = pass.weights.fc1_gate_alpha[e] * token_scale;
-    const Activation& activation = pass.args.problem->activation;
-    const auto activate16 = pass.engine.kernels->activate16;
-    uint16_t* h = pass.work.h + route * pass.weights.intermediate;
-    if (pass.weights.shape.gated) {
-      activate16(activation, c, c + 16, up_scale, gate_scale, h + pair * 16);
-    } else {
-      activate16(activation, c, c, up_scale, up_scale, h + pair * 32);
-      activate16(activation, c + 16, c + 16, up_scale, up_scale, h + pair * 32 + 16);
-    }
+    return {pass.weights.fc1_up_alpha[e] * token_scale,
+            pass.weights.fc1_gate_alpha[e] * token_scale};
+  }
+  void finish(int64_t pair,
+              int64_t first,
+              int64_t count,
+              const float* c,
+              const ThreadScratch& scratch) const {
+    const bool gated = pass.weights.shape.gated;
+    const int64_t features = gated ? kPairRows / 2 : kPairRows;
+    pass.engine.kernels->activate(pass.args.problem->activation,
+                                  gated,
+                                  c,
+                                  count,
+                                  scratch.up_scale,
+                                  scratch.gate_scale,
+                                  pass.work.h + first * pass.weights.intermediate + pair * features,
+                                  pass.weights.intermediate);
   }
 };
 
@@ -81,11 +93,20 @@ struct Fc2 {
   Nvfp4Row row(int64_t route) const {
     return {pass.work.h_codes + route * (k() / 2), pass.work.h_scales + route * (k() / 16)};
   }
-  void finish(int64_t expert, int64_t pair, int64_t route, const float* c) const {
-    const float scale =
-        pass.weights.fc2_alpha[static_cast<size_t>(expert)] * pass.work.h_token_scale[route];
-    pass.engine.kernels->round_route(
-        c, scale, kPairRows, pass.work.y + route * pass.weights.hidden + pair * kPairRows);
+  RouteScale scale(int64_t expert, int64_t route) const {
+    return {pass.weights.fc2_alpha[static_cast<size_t>(expert)] * pass.work.h_token_scale[route],
+            0};
+  }
+  void finish(int64_t pair,
+              int64_t first,
+              int64_t count,
+              const float* c,
+              const ThreadScratch& scratch) const {
+    pass.engine.kernels->round_routes(c,
+                                      count,
+                                      scratch.up_scale,
+                                      pass.work.y + first * pass.weights.hidden + pair * kPairRows,
+                                      pass.weights.hidden);
   }
 };
 
@@ -103,16 +124,16 @@ struct Multiplication {
   const uint8_t* weights(int64_t pair) const {
     return stage.matrix(expert) + 2 * pair * tiles::group_bytes(stage.k());
   }
-  void finish(int64_t pair, const float* c) const {
-    for (int64_t i = 0; i < count; ++i) {
-      stage.finish(expert, pair, first + i, c + i * kPairRows);
-    }
-  }
+  void finish(int64_t pair, const float* c) const { stage.finish(pair, first, count, c, scratch); }
   void run(bool use_amx) const {
     const Engine& engine = stage.pass.engine;
     const int64_t k = stage.k();
-    for (int64_t i = 0; i < count; ++i)
+    for (int64_t i = 0; i < count; ++i) {
       scratch.rows[i] = stage.row(first + i);
+      const RouteScale scale = stage.scale(expert, first + i);
+      scratch.up_scale[i] = scale.up;
+      scratch.gate_scale[i] = scale.gate;
+    }
     if (use_amx) {
       engine.amx->expand(scratch.rows, count, k, scratch.tile);
       const PairSink sink = {const_cast<Multiplication*>(this),
@@ -140,10 +161,11 @@ void multiply(
   const int64_t last = pass.work.routes.expert_offsets[expert + 1];
   const bool use_amx =
       pass.engine.amx != nullptr && !pass.args.batch_invariant && last - first > kAmxAboveTokens;
-  const int64_t step = use_amx ? kAmxMaxTokens : kIntPassTokens;
-  for (int64_t route = first; route < last; route += step) {
-    const int64_t count = std::min(step, last - route);
-    Multiplication<Stage>{stage, scratch, expert, route, count, begin, end}.run(use_amx);
+  const TokenCut passes(last - first, use_amx ? kAmxMaxTokens : int_pass_tokens(stage.k()));
+  for (int64_t i = 0; i < passes.parts; ++i) {
+    Multiplication<Stage>{
+        stage, scratch, expert, first + passes.begin(i), passes.width(i), begin, end}
+        .run(use_amx);
   }
 }
 

@@ -2,8 +2,8 @@
 // gemm_tile<M>(pair, k, tile, c).
 
 void expand_int(const Nvfp4Row* rows, int64_t count, int64_t k, uint8_t* tiles_out) {
-  const TileCut cut(count, kWidestTile);
-  for (int64_t t = 0; t < cut.tiles; ++t) {
+  const TokenCut cut(count, kWidestTile);
+  for (int64_t t = 0; t < cut.parts; ++t) {
     const int64_t begin = cut.begin(t);
     expand_tile(rows + begin, cut.width(t), k, tiles_out + int_tile_bytes(begin, k));
   }
@@ -18,8 +18,8 @@ void gemm_tile_of_width(int m, const uint8_t* pair, int64_t k, const uint8_t* ti
 }
 
 void gemm_tiles(const uint8_t* pair, int64_t k, const uint8_t* tiles_in, int64_t count, float* c) {
-  const TileCut cut(count, kWidestTile);
-  for (int64_t t = 0; t < cut.tiles; ++t) {
+  const TokenCut cut(count, kWidestTile);
+  for (int64_t t = 0; t < cut.parts; ++t) {
     const int64_t begin = cut.begin(t);
     gemm_tile_of_width(
         cut.width(t), pair, k, tiles_in + int_tile_bytes(begin, k), c + begin * kPairRows);

@@ -26,24 +26,30 @@ struct Nvfp4Row {
 // Weights enter as 2w + 12 (unsigned), so the block sum starts at -12 * sum(codes). Started from
 // the bits of kMagic as well, the int32 sum read as FP32 is kMagic + sum: no conversion is needed,
 // and fma(that, scale, -magic_scale) is sum * scale exactly.
-inline constexpr int64_t kIntPassTokens = 64;  // most tokens of one pass
-inline constexpr float kMagic = 12582912.0F;   // 1.5 * 2^23
+inline constexpr float kMagic = 12582912.0F;  // 1.5 * 2^23
 inline constexpr int32_t kMagicBits = 0x4B400000;
 inline constexpr int64_t kTileBlockBytes = 28;  // per token
 constexpr int64_t int_tile_bytes(int64_t tokens, int64_t k) {
   return tokens * k / 16 * kTileBlockBytes;
 }
 
-// `count` tokens cut into the fewest tiles of at most `widest`: decoding the weights costs the same
-// for a narrow tile as for a wide one.
-struct TileCut {
+// `count` tokens cut into the fewest parts of at most `widest`, nearly equal: decoding the weights
+// costs the same for a narrow part as for a wide one.
+struct TokenCut {
   int64_t count;
-  int64_t tiles;
-  TileCut(int64_t count_in, int64_t widest)
-      : count(count_in), tiles((count_in + widest - 1) / widest) {}
-  int64_t begin(int64_t tile) const { return tile * count / tiles; }
-  int width(int64_t tile) const { return static_cast<int>(begin(tile + 1) - begin(tile)); }
+  int64_t parts;
+  TokenCut(int64_t count_in, int64_t widest)
+      : count(count_in), parts((count_in + widest - 1) / widest) {}
+  int64_t begin(int64_t part) const { return part * count / parts; }
+  int width(int64_t part) const { return static_cast<int>(begin(part + 1) - begin(part)); }
 };
+
+// Most tokens of one pass of the integer GEMM: their tiles are to stay in L2 (1 MiB of it), and
+// decoding the weights again for the next pass is to cost little.
+constexpr int64_t int_pass_tokens(int64_t k) {
+  const int64_t fit = (int64_t{1} << 20) / int_tile_bytes(1, k);
+  return fit < 32 ? 32 : fit > 128 ? 128 : fit;
+}
 
 struct Kernels {
   std::string_view name;
@@ -57,22 +63,27 @@ struct Kernels {
   void (*pack_group)(const Nvfp4Row* rows, int64_t k, uint8_t* group);
 
   int widest_tile;  // of the integer GEMM, in tokens
-  // Writes the tiles of `count` <= kIntPassTokens rows: int_tile_bytes(count, k).
+  // Writes the tiles of `count` rows: int_tile_bytes(count, k).
   void (*expand_int)(const Nvfp4Row* rows, int64_t count, int64_t k, uint8_t* tiles);
   // c[i * 32 + n] = sum over k of row n times token i, for n < 32, i < count. `pair`: two adjacent
   // cpu_tiles groups, 32 rows.
   void (*gemm_int)(const uint8_t* pair, int64_t k, const uint8_t* tiles, int64_t count, float* c);
 
-  // FC1 epilogue of one token and 16 features: activation(fl(up * up_scale), fl(gate * gate_scale))
-  // -> BF16. Squared ReLU uses `up` alone.
-  void (*activate16)(const Activation& activation,
-                     const float* up,
-                     const float* gate,
-                     float up_scale,
-                     float gate_scale,
-                     uint16_t* out);
-  // FC2 epilogue of n (a multiple of 16) columns: out = bf16(fl(scale * c)).
-  void (*round_route)(const float* c, float scale, int64_t n, uint16_t* out);
+  // FC1 epilogue of one pair of groups for `count` routes; row i of `c` has 32 results:
+  //   gated       up of 16 features, then gate of the same -> 16 values
+  //   not gated   32 features                              -> 32 values
+  // out[i * stride ...] = bf16(activation(fl(up * up_scale[i]), fl(gate * gate_scale[i]))).
+  void (*activate)(const Activation& activation,
+                   bool gated,
+                   const float* c,
+                   int64_t count,
+                   const float* up_scale,
+                   const float* gate_scale,
+                   uint16_t* out,
+                   int64_t stride);
+  // FC2 epilogue: out[i * stride + n] = bf16(fl(scale[i] * c[i * 32 + n])), n < 32.
+  void (*round_routes)(
+      const float* c, int64_t count, const float* scale, uint16_t* out, int64_t stride);
   // acc = fma(probability[s], route[s][c], acc) in slot order, acc from +0, for columns
   // [begin, end) of one token. Null routes are skipped.
   void (*combine)(const uint16_t* const* routes,

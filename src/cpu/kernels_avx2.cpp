@@ -173,8 +173,8 @@ constexpr Kernels kTable = {"avx2",
                             kWidestTile,
                             expand_int,
                             gemm_tiles,
-                            activate16,
-                            round_route,
+                            activate,
+                            round_routes,
                             combine};
 
 }  // namespace

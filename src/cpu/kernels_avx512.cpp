@@ -251,7 +251,7 @@ void multiply_panel_of_width(int m,
 void gemm_int(const uint8_t* pair, int64_t k, const uint8_t* tiles_in, int64_t count, float* c) {
   if (count <= kWidestTile) return gemm_tiles(pair, k, tiles_in, count, c);
   const __m512i table = _mm512_load_si512(kDoubledPlus12.data());
-  const TileCut cut(count, kWidestTile);
+  const TokenCut cut(count, kWidestTile);
   Panel panel;
   for (int64_t k0 = 0; k0 < k; k0 += kPanelSpan) {
     const int64_t span = std::min(kPanelSpan, k - k0);
@@ -265,7 +265,7 @@ void gemm_int(const uint8_t* pair, int64_t k, const uint8_t* tiles_in, int64_t c
           panel[4 * record + b].group[g] = decode_block(source, b, table);
       }
     }
-    for (int64_t t = 0; t < cut.tiles; ++t) {
+    for (int64_t t = 0; t < cut.parts; ++t) {
       const int64_t begin = cut.begin(t);
       const int m = cut.width(t);
       const uint8_t* tile =
@@ -283,8 +283,8 @@ constexpr Kernels kTable = {"avx512-vnni",
                             kWidestTile,
                             expand_int,
                             gemm_int,
-                            activate16,
-                            round_route,
+                            activate,
+                            round_routes,
                             combine};
 
 }  // namespace

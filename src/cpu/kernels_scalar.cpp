@@ -117,8 +117,8 @@ constexpr Kernels kTable = {"scalar",
                             kWidestTile,
                             expand_int,
                             gemm_tiles,
-                            activate16,
-                            round_route,
+                            activate,
+                            round_routes,
                             combine};
 
 }  // namespace

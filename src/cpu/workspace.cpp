@@ -56,10 +56,14 @@ Workspace Workspace::layout(const Engine& engine,
     return at;
   };
   w.rows_at_ = part(kAmxMaxTokens * static_cast<int64_t>(sizeof(Nvfp4Row)));
+  w.scales_at_ = part(2 * kAmxMaxTokens * static_cast<int64_t>(sizeof(float)));
   w.c_at_ = part(kAmxMaxTokens * 32 * static_cast<int64_t>(sizeof(float)));
   w.routes_at_ = part(problem.top_k * static_cast<int64_t>(sizeof(void*)));
   const int64_t pass = std::min(num_routes, kAmxMaxTokens);
-  const int64_t int_tile = int_tile_bytes(std::min(num_routes, kIntPassTokens), longest);
+  const auto int_tiles = [num_routes](int64_t k) {
+    return int_tile_bytes(std::min(num_routes, int_pass_tokens(k)), k);
+  };
+  const int64_t int_tile = std::max(int_tiles(hidden), int_tiles(intermediate));
   w.tile_at_ =
       part(engine.amx == nullptr ? int_tile : std::max(int_tile, amx_tile_bytes(pass, longest)));
   w.panel_at_ = part(engine.amx == nullptr ? 0 : engine.amx->panel_bytes);
@@ -73,6 +77,8 @@ ThreadScratch Workspace::thread(int index) const {
   uint8_t* base = threads + index * thread_bytes;
   ThreadScratch scratch;
   scratch.rows = reinterpret_cast<Nvfp4Row*>(base + rows_at_);
+  scratch.up_scale = reinterpret_cast<float*>(base + scales_at_);
+  scratch.gate_scale = scratch.up_scale + kAmxMaxTokens;
   scratch.tile = base + tile_at_;
   scratch.c = reinterpret_cast<float*>(base + c_at_);
   scratch.panel = base + panel_at_;

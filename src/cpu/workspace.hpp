@@ -14,6 +14,8 @@ namespace hexpert::cpu {
 // Per thread.
 struct ThreadScratch {
   Nvfp4Row* rows = nullptr;           // [kAmxMaxTokens] activations of the pass
+  float* up_scale = nullptr;          // [kAmxMaxTokens] scales of the pass, per route
+  float* gate_scale = nullptr;        // [kAmxMaxTokens]
   uint8_t* tile = nullptr;            // activations of the pass, as the GEMM reads them
   float* c = nullptr;                 // [kAmxMaxTokens, 32] results of one pair of groups
   uint8_t* panel = nullptr;           // weights of the AMX GEMM, expanded
@@ -51,7 +53,7 @@ struct Workspace {
                           std::byte* base);
 
  private:
-  int64_t rows_at_ = 0, tile_at_ = 0, c_at_ = 0, panel_at_ = 0, routes_at_ = 0;
+  int64_t rows_at_ = 0, scales_at_ = 0, tile_at_ = 0, c_at_ = 0, panel_at_ = 0, routes_at_ = 0;
 };
 
 }  // namespace hexpert::cpu
