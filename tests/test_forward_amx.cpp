@@ -9,7 +9,6 @@
 namespace hexpert {
 namespace {
 
-using test::kOai;
 using test::kSquaredRelu;
 using test::kSwiGlu;
 using test::make_moe;
@@ -69,7 +68,7 @@ class ForwardAmx : public testing::Test {
 
 // Around the fewest rows that go to the unit, its tiles of 16 tokens and its passes of 256.
 TEST_F(ForwardAmx, RowsPerExpert) {
-  for (int64_t rows : {8, 9, 15, 16, 17, 33, 64, 255, 256, 257, 300}) {
+  for (int64_t rows : {8, 9, 16, 17, 257}) {
     expect_staged({.num_experts = 2,
                    .top_k = 1,
                    .hidden_size = 64,
@@ -83,12 +82,12 @@ TEST_F(ForwardAmx, RowsPerExpert) {
 TEST_F(ForwardAmx, Sizes) {
   constexpr int64_t kSizes[][2] = {{1, 1}, {16, 70}, {65, 63}, {130, 250}, {320, 192}};
   for (const auto& [hidden, intermediate] : kSizes) {
-    for (const Activation& activation : {kSquaredRelu, kSwiGlu, kOai}) {
+    for (const Activation& activation : {kSquaredRelu, kSwiGlu}) {
       expect_staged({.num_experts = 3,
                      .top_k = 2,
                      .hidden_size = hidden,
                      .intermediate_size = intermediate,
-                     .tokens = 40,
+                     .tokens = 20,
                      .activation = activation});
     }
   }
