@@ -143,8 +143,15 @@ void quantize_row(
     return;
   }
   int64_t done = 0;
-  for (; done + kBatch <= n; done += kBatch)
+  for (; done + kBatch <= n; done += kBatch) {
+    // This row is in the cache: its maximum has just been taken. The next one, which usually
+    // follows it, is fetched meanwhile, so that memory never waits for arithmetic.
+    const auto* next = reinterpret_cast<const char*>(x + n + done);
+#pragma GCC unroll 8
+    for (int64_t line = 0; line < kBatch * 2; line += 64)
+      _mm_prefetch(next + line, _MM_HINT_T0);
     quantize_batch(x + done, outer, codes + done / 2, scales + done / kBlockSize);
+  }
   if (done == n) return;
   alignas(64) uint16_t last[kBatch] = {};
   alignas(64) uint8_t last_codes[kBatch / 2];
