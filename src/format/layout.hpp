@@ -1,4 +1,4 @@
-// Every offset of every layout, computed here and nowhere else. docs/format.md sections 4 to 6.
+// Every offset of every layout, computed here and nowhere else. docs/format.md sections 4, 5 and 7.
 // constexpr, for host and device; ends with static_asserts on known positions.
 #pragma once
 
