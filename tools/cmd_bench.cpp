@@ -443,7 +443,8 @@ void add_bench(CLI::App& parent, int* exit_code) {
       ->check(CLI::IsMember({"layer", "quantize", "prepare"}))
       ->capture_default_str();
   command
-      ->add_option("--num-experts", o->num_experts, "Experts of a layer, in place of the model's")
+      ->add_option(
+          "--num-experts,--experts", o->num_experts, "Experts of a layer, in place of the model's")
       ->check(CLI::Range(int64_t{1}, int64_t{1} << 20));
   command->add_option("--threads", o->threads, "Threads (default: OpenMP's)")
       ->check(CLI::Range(1, 1024));

@@ -176,7 +176,7 @@ void add_check(CLI::App& parent, int* exit_code) {
       ->check(CLI::Range(int64_t{0}, int64_t{1} << 20))
       ->capture_default_str();
   CLI::Option* experts =
-      command->add_option("--num-experts", o->num_experts, "Experts of the whole layer")
+      command->add_option("--num-experts,--experts", o->num_experts, "Experts of the whole layer")
           ->check(size)
           ->capture_default_str();
   CLI::Option* top_k = command->add_option("--top-k", o->top_k, "Experts of a token")
