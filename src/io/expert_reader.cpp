@@ -101,7 +101,8 @@ Status read_matrix(
   constexpr int64_t kRowsPerTask = 64;
   const int64_t tasks = (source.rows + kRowsPerTask - 1) / kRowsPerTask;
   bool finite = true;
-#pragma omp parallel for num_threads(num_threads) reduction(&& : finite)
+  // A small matrix is read before a second thread has woken.
+#pragma omp parallel for num_threads(num_threads) if (tasks > 4) reduction(&& : finite)
   for (int64_t task = 0; task < tasks; ++task) {
     const int64_t first = task * kRowsPerTask;
     const int64_t last = std::min(first + kRowsPerTask, source.rows);
@@ -247,8 +248,8 @@ Result<ErrorStats> ExpertReader::error() const {
 Status ExpertReader::take_projection(int64_t expert,
                                      const char* name,
                                      const ProjectionSource& source,
-                                     std::vector<uint8_t>* codes,
-                                     std::vector<uint8_t>* scales,
+                                     Buffer<uint8_t>* codes,
+                                     Buffer<uint8_t>* scales,
                                      QuantizedProjection* out) {
   const MoeLayerInfo& info = layer_.info;
   const std::string place = place_of(info.prefix, expert, name);

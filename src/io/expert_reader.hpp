@@ -2,12 +2,28 @@
 #pragma once
 
 #include <cstdint>
+#include <new>
 #include <vector>
 
 #include "hexpert/weights.hpp"
 #include "io/checkpoint_impl.hpp"
 
 namespace hexpert::io {
+
+// On 64-byte boundaries, as the quantizers want their output.
+template <typename T>
+struct BufferAllocator {
+  using value_type = T;
+  static constexpr std::align_val_t kAlignment{64};
+  BufferAllocator() = default;
+  template <typename U>
+  BufferAllocator(const BufferAllocator<U>&) {}  // NOLINT(google-explicit-constructor)
+  T* allocate(std::size_t n) { return static_cast<T*>(::operator new(n * sizeof(T), kAlignment)); }
+  void deallocate(T* data, std::size_t) { ::operator delete(data, kAlignment); }
+  bool operator==(const BufferAllocator&) const = default;
+};
+template <typename T>
+using Buffer = std::vector<T, BufferAllocator<T>>;
 
 // BF16 matrices whose columns may be padded with zeros.
 struct DenseView {
@@ -36,16 +52,16 @@ class ExpertReader {
   Status take_projection(int64_t expert,
                          const char* name,
                          const ProjectionSource& source,
-                         std::vector<uint8_t>* codes,
-                         std::vector<uint8_t>* scales,
+                         Buffer<uint8_t>* codes,
+                         Buffer<uint8_t>* scales,
                          QuantizedProjection* out);
 
   const LayerSource& layer_;
   int num_threads_;
-  std::vector<uint16_t> fc1_;
-  std::vector<uint16_t> fc2_;
-  std::vector<uint8_t> codes_[3];  // gate and up together when quantized; gate, up, down
-  std::vector<uint8_t> scales_[3];
+  Buffer<uint16_t> fc1_;
+  Buffer<uint16_t> fc2_;
+  Buffer<uint8_t> codes_[3];  // gate and up together when quantized; gate, up, down
+  Buffer<uint8_t> scales_[3];
   float alpha_[2] = {1, 1};  // of FC1 and FC2 when quantized
 };
 
