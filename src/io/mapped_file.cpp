@@ -8,19 +8,6 @@
 #include "io/io_support.hpp"
 
 namespace hexpert::io {
-namespace {
-
-void advise(const uint8_t* first, int64_t bytes, int advice) {
-  if (bytes <= 0) return;
-  const auto page = static_cast<uintptr_t>(::sysconf(_SC_PAGESIZE));
-  const uintptr_t begin = reinterpret_cast<uintptr_t>(first) / page * page;
-  const uintptr_t end = reinterpret_cast<uintptr_t>(first) + static_cast<uintptr_t>(bytes);
-  // Advice: a refusal changes the speed only.
-  (void)::madvise(reinterpret_cast<void*>(begin), end - begin, advice);
-}
-
-}  // namespace
-
 void MappedFile::Unmap::operator()(const uint8_t* data) const {
   ::munmap(const_cast<uint8_t*>(data), static_cast<std::size_t>(size));
 }
@@ -47,16 +34,13 @@ Result<MappedFile> MappedFile::open(const std::string& path) {
   return mapped;
 }
 
-void prefetch_pages(const uint8_t* first, int64_t bytes) {
-#ifdef MADV_POPULATE_READ
-  advise(first, bytes, MADV_POPULATE_READ);
-#else
-  advise(first, bytes, MADV_WILLNEED);
-#endif
-}
-
 void release_pages(const uint8_t* first, int64_t bytes) {
-  advise(first, bytes, MADV_DONTNEED);
+  if (bytes <= 0) return;
+  const auto page = static_cast<uintptr_t>(::sysconf(_SC_PAGESIZE));
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(first) / page * page;
+  const uintptr_t end = reinterpret_cast<uintptr_t>(first) + static_cast<uintptr_t>(bytes);
+  // Advice: a refusal costs memory only.
+  (void)::madvise(reinterpret_cast<void*>(begin), end - begin, MADV_DONTNEED);
 }
 
 }  // namespace hexpert::io

@@ -29,8 +29,6 @@ class MappedFile {
   int64_t modified_ns_ = 0;
 };
 
-// Reads the pages of a mapped range in one call, ahead of their use.
-void prefetch_pages(const uint8_t* first, int64_t bytes);
 // Gives the pages of a mapped range back; they are read again when touched.
 void release_pages(const uint8_t* first, int64_t bytes);
 
