@@ -254,6 +254,21 @@ TEST(Weights, PaddingOfAnImportMustBeZero) {
   EXPECT_TRUE(exported(weights) == good);
 }
 
+TEST(Weights, NanCodedAndNegativeScalesOfAnImportAreRefused) {
+  const ExpertShape shape{1, 80, 48, false};
+  ExpertWeights weights = Stacks(shape, 5).prepare();
+  const Canonical good = exported(weights);
+  for (uint8_t byte : {uint8_t{0x7F}, uint8_t{0xB8}}) {
+    Canonical bad = good;
+    bad.fc2_scales[16] = byte;  // row 1, block 0
+    const Status status = weights.import_canonical(bad.view());
+    EXPECT_EQ(status.code(), ErrorCode::kNonFiniteWeights);
+    EXPECT_NE(status.message().find("fc2: expert 0, row 1, block 0"), std::string::npos)
+        << status.message();
+    EXPECT_TRUE(exported(weights) == good);
+  }
+}
+
 TEST(Weights, GateAndUpKeepTheirOwnAlphas) {
   const ExpertShape shape{1, 64, 32, true};
   ExpertWeights weights = Stacks(shape, 5).prepare();

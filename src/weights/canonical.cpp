@@ -92,13 +92,14 @@ Status padding_error(const Matrix& m, int64_t expert, int64_t row, int64_t col) 
               "{}: expert {}: padding at row {}, column {} is not zero", m.name, expert, row, col)};
 }
 
-// Padding must be zero, for it takes part in the products; nothing is kept of it.
-Status check_padding(const Matrix& m,
-                     int64_t expert,
-                     const auto& place_of,
-                     const auto& alpha_of,
-                     const uint8_t* data,
-                     const uint8_t* scales) {
+// Block scales are finite and not negative, but in a poisoned matrix. Padding must be zero, for it
+// takes part in the products; nothing is kept of it.
+Status check_matrix(const Matrix& m,
+                    int64_t expert,
+                    const auto& place_of,
+                    const auto& alpha_of,
+                    const uint8_t* data,
+                    const uint8_t* scales) {
   const int64_t columns = m.cols / kBlockSize;
   for (int64_t r = 0; r < m.rows; ++r) {
     const RowPlace place = place_of(r);
@@ -108,6 +109,19 @@ Status check_padding(const Matrix& m,
       if ((row[k / 2] >> (k % 2 * 4) & 15) != 0) return padding_error(m, expert, r, k);
     }
     const uint8_t expected = padding_scale(alpha_of(place.gate));
+    for (int64_t c = 0; c < columns; ++c) {
+      const uint8_t scale = scales[layout::offset_128x4(r, c, columns)];
+      if (scale >= kE4M3Nan && scale != expected) {
+        return {ErrorCode::kNonFiniteWeights,
+                fmt::format("{}: expert {}, row {}, block {}: block scale 0x{:02X} is {}",
+                            m.name,
+                            expert,
+                            r,
+                            c,
+                            scale,
+                            (scale & 0x7F) == kE4M3Nan ? "NaN" : "negative")};
+      }
+    }
     for (int64_t c = round_up(first_pad, kBlockSize) / kBlockSize; c < columns; ++c) {
       if (scales[layout::offset_128x4(r, c, columns)] != expected) {
         return padding_error(m, expert, r, c * kBlockSize);
@@ -221,7 +235,7 @@ Status ExpertWeights::import_canonical(const CanonicalWeights& source) {
     return source.fc2_scale_swizzled + e * m2.rows * (m2.cols / 16);
   };
   for (int64_t e = 0; e < s.shape.num_local_experts; ++e) {
-    HX_RETURN_IF_ERROR(check_padding(
+    HX_RETURN_IF_ERROR(check_matrix(
         m1,
         e,
         [&](int64_t r) { return fc1_place(s.shape, r); },
@@ -229,7 +243,7 @@ Status ExpertWeights::import_canonical(const CanonicalWeights& source) {
         [&](bool gate) { return gate ? gate_alpha[e] : source.fc1_alpha[e]; },
         fc1_data(e),
         fc1_scales(e)));
-    HX_RETURN_IF_ERROR(check_padding(
+    HX_RETURN_IF_ERROR(check_matrix(
         m2,
         e,
         [&](int64_t r) { return fc2_place(s.shape, r); },

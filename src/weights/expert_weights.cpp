@@ -153,6 +153,7 @@ void quantize_expert(ExpertWeights::Storage& s,
                      int64_t expert,
                      const uint16_t* fc1,
                      const uint16_t* fc2) {
+  const cpu::FloatEnvironment environment;
   const ExpertShape& shape = s.shape;
   const int64_t intermediate = shape.intermediate_size;
   const int64_t hidden = shape.hidden_size;
