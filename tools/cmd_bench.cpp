@@ -6,6 +6,7 @@
 #include <cmath>
 #include <fstream>
 #include <memory>
+#include <new>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
@@ -272,9 +273,10 @@ class Bench {
         static_cast<int64_t>(options_.rotate_gb * 1e9 / static_cast<double>(2 * hidden)) + 1;
     require_memory(2.6 * static_cast<double>(tokens * hidden), "quantize");
     const RandomExperts source({1, hidden, tokens, false}, options_.seed);
-    std::vector<uint8_t> codes(static_cast<size_t>(tokens * hidden / 2));
+    AlignedBuffer codes = AlignedBuffer::zeroed(tokens * hidden / 2);
     std::vector<uint8_t> scales(static_cast<size_t>(tokens * hidden / 16));
     std::vector<float> outer(static_cast<size_t>(tokens));
+    if (!codes) throw std::bad_alloc();
     const Nvfp4View out{codes.data(), scales.data(), outer.data(), tokens, hidden};
     QuantizeOptions quantize;
     quantize.num_threads = options_.threads;
