@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
-# Installs what is needed, builds, and runs the tests: all quick ones plain, and the same with the
-# address and undefined-behaviour sanitizers. With --all also under the thread sanitizer. No GPU
-# needed.
+# Installs what is needed, builds, and runs all quick tests. With --sanitizers also under the address
+# and undefined-behaviour sanitizers and under the thread sanitizer. No GPU needed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -21,8 +20,8 @@ run() {
 }
 
 run dev
-run asan
-if [[ ${1:-} == --all ]]; then
+if [[ ${1:-} == --sanitizers ]]; then
+  run asan
   # The largest shapes run the same code; tests that fork go beyond what the thread sanitizer follows.
   run tsan --exclude-regex '^Conformance\.(FlashInfer|Randomized)|Killed'
 fi
