@@ -191,6 +191,7 @@ void add_inspect(CLI::App& parent, int* exit_code) {
       "largest error, share of nonzero weights that become zero, block scales that are zero\n"
       "although a weight is not, and block scales at their maximum (448).\n"
       "\n"
+      "Examples:\n"
       "  hexpert inspect model/                      a directory with an index or shards\n"
       "  hexpert inspect model.safetensors --experts one row an expert too\n"
       "  hexpert inspect model/ --no-error           headers only: fast");

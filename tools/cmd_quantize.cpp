@@ -119,6 +119,7 @@ void add_quantize(CLI::App& parent, int* exit_code) {
       "  canonical   per layer: padded, interleaved, swizzled, as block-scaled MMA kernels read "
       "it\n"
       "\n"
+      "Examples:\n"
       "  hexpert quantize model/ model-nvfp4/\n"
       "  hexpert quantize model.safetensors layer3.safetensors --layer model.layers.3.mlp "
       "--experts-only");
