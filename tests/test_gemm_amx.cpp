@@ -133,7 +133,7 @@ TEST_P(AmxKernel, ActivationsExpandExactly) {
   }
 }
 
-// Every number of tokens up to two tile pairs, then the larger ones; K around the span of 256.
+// Every number of tokens up to two tile pairs, then the larger ones; K of one to three spans, equal or not.
 TEST_P(AmxKernel, ProductsAreWithinTheSummationBound) {
   std::vector<int64_t> counts;
   for (int64_t m = 1; m <= 65; ++m)
@@ -141,7 +141,7 @@ TEST_P(AmxKernel, ProductsAreWithinTheSummationBound) {
   counts.insert(counts.end(), {96, 100, 128, 255, 256});
   for (int64_t m : counts) {
     const int64_t k =
-        std::array<int64_t, 5>{64, 256, 320, 512, 768}[static_cast<std::size_t>(m % 5)];
+        std::array<int64_t, 5>{64, 320, 768, 2112, 4160}[static_cast<std::size_t>(m % 5)];
     const QuantizedRows weights(96, k, 3, any_scale);
     const QuantizedRows activations(m, k, 4, moderate_scale);
     const auto c = multiply(weights, activations);
@@ -164,7 +164,7 @@ TEST_P(AmxKernel, ProductsAreWithinTheSummationBound) {
 
 // The same k order whatever shares the pass: a token's bits do not depend on the others.
 TEST_P(AmxKernel, TokensDoNotDependOnTheirNumber) {
-  const int64_t k = 768;
+  const int64_t k = 2112;
   const QuantizedRows weights(64, k, 5, any_scale);
   const QuantizedRows all(200, k, 6, any_scale);
   const auto expected = multiply(weights, all);
@@ -177,6 +177,19 @@ TEST_P(AmxKernel, TokensDoNotDependOnTheirNumber) {
         ASSERT_EQ(element(c, m, r, t), element(expected, 200, r, t));
     }
   }
+}
+
+// What the emulation shows holds for the hardware, bit for bit.
+TEST_P(AmxKernel, EmulationHasTheSameBits) {
+  const int64_t k = 2112;
+  const QuantizedRows weights(96, k, 7, any_scale);
+  const QuantizedRows activations(77, k, 8, any_scale);
+  const auto c = multiply(weights, activations);
+  amx_ = emulated_amx_kernels();
+  const auto expected = multiply(weights, activations);
+  ASSERT_EQ(c.size(), expected.size());
+  for (std::size_t i = 0; i < c.size(); ++i)
+    ASSERT_EQ(test::f32_bits(c[i]), test::f32_bits(expected[i])) << i;
 }
 
 INSTANTIATE_TEST_SUITE_P(Units, AmxKernel, testing::Bool(), [](const auto& unit) {
