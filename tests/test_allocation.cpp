@@ -1,10 +1,11 @@
 // forward() allocates nothing: malloc and its family are counted, the calls of the OpenMP runtime
-// included. Sanitizers bring their own malloc; there is nothing to count in their builds.
+// included. And preparing weights survives the failure of any of its own allocations. Sanitizers bring their own malloc; there is nothing to count in their builds.
 #include <gtest/gtest.h>
 
 #include <atomic>
 #include <cerrno>
 #include <cstdlib>
+#include <new>
 
 #include "moe_case.hpp"
 
@@ -23,6 +24,7 @@
 namespace {
 std::atomic<bool> counting{false};
 std::atomic<long> allocations{0};
+std::atomic<long> until_failure{0};  // operator new throws when this counts down to 0
 [[maybe_unused]] void count() {
   if (counting.load(std::memory_order_relaxed)) ++allocations;
 }
@@ -57,6 +59,19 @@ int posix_memalign(void** out, size_t alignment, size_t size) {
   *out = __libc_memalign(alignment, size);
   return *out == nullptr ? ENOMEM : 0;
 }
+}
+
+void* operator new(size_t size) {
+  if (until_failure > 0 && --until_failure == 0) throw std::bad_alloc();
+  if (void* p = malloc(size)) return p;
+  throw std::bad_alloc();
+}
+// Not inlined: GCC would see free() meet operator new and warn.
+[[gnu::noinline]] void operator delete(void* p) noexcept {
+  free(p);
+}
+[[gnu::noinline]] void operator delete(void* p, size_t) noexcept {
+  free(p);
 }
 #endif
 
@@ -117,6 +132,40 @@ TEST(Allocation, ForwardAllocatesNothing) {
         EXPECT_EQ(count, 0) << backend << " threads " << num_threads;
       }
     }
+  }
+}
+
+// Calls `body` with its first allocation failing, then its second, and so on until none fails.
+template <typename Body>
+int failures_until_success(const Body& body) {
+  for (int failures = 0;; ++failures) {
+    until_failure = failures + 1;
+    const Status status = body();
+    until_failure = 0;
+    if (status.ok()) return failures;
+    EXPECT_EQ(status.code(), ErrorCode::kOutOfMemory) << status.to_string();
+    if (failures > 1000) return failures;
+  }
+}
+
+TEST(Allocation, PreparationReportsExhaustedMemory) {
+  if (HX_COUNT_ALLOCATIONS == 0) GTEST_SKIP() << "a sanitizer owns malloc";
+  const test::Bf16Vector fc1 = test::gaussian_bf16(2 * 96 * 80, 1);
+  const test::Bf16Vector fc2 = test::gaussian_bf16(2 * 80 * 48, 2);
+  const ConstTensorView fc1_view(fc1.data(), DType::kBF16, {2, 96, 80});
+  const ConstTensorView fc2_view(fc2.data(), DType::kBF16, {2, 80, 48});
+  for (int num_threads : {1, 2}) {
+    PrepareOptions options;
+    options.num_threads = num_threads;
+    ExpertWeights weights = ExpertWeights::prepare(fc1_view, fc2_view, options).value();
+    EXPECT_GT(failures_until_success(
+                  [&] { return ExpertWeights::prepare(fc1_view, fc2_view, options).status(); }),
+              4);
+    EXPECT_GT(failures_until_success([&] { return weights.refresh(fc1_view, fc2_view); }), 2);
+    std::vector<uint8_t> data(static_cast<size_t>(2 * 512 * 256 / 2));
+    CanonicalWeights canonical;
+    canonical.fc1_data = data.data();
+    EXPECT_GT(failures_until_success([&] { return weights.export_canonical(canonical); }), 0);
   }
 }
 

@@ -29,7 +29,7 @@ constexpr const char* kFooter =
     "  PREFIX.probabilities  [tokens, top_k] f32, applied as given\n"
     "  PREFIX.expected       [tokens, hidden_size] f32 or bf16, optional: the unquantized output\n"
     "\n"
-    "  SNR          of the weights, dB\n"
+    "  SNR dB       of the weights: signal to quantization noise\n"
     "  rel L2, cos  of the output against PREFIX.expected, or else the layer computed in FP32 "
     "from\n"
     "               the unquantized weights\n"
@@ -257,7 +257,7 @@ int run_run(const RunOptions& options) {
                {"experts", 7},
                {"before", 9},
                {"NVFP4", 9},
-               {"SNR", 5},
+               {"SNR dB", 6},
                {"rel L2", 6},
                {"cos", 7},
                {"backend", 15, true},

@@ -2,11 +2,10 @@
 #pragma once
 
 #include <cstdint>
-#include <new>
-#include <stdexcept>
 #include <string>
 #include <string_view>
 
+#include "core/without_bad_alloc.hpp"
 #include "hexpert/status.hpp"
 
 namespace hexpert::io {
@@ -29,17 +28,7 @@ std::string shape_text(const Extents& shape) {
 // The Status of a failed system call, from errno: kNotFound for a missing path, else kIoError.
 Status system_error(std::string_view what, const std::string& path);
 
-// Calls `function` and turns an allocation failure into a Status.
-template <typename Function>
-auto without_bad_alloc(Function&& function) -> decltype(function()) {
-  try {
-    return function();
-  } catch (const std::bad_alloc&) {
-    return Status(ErrorCode::kOutOfMemory, "out of memory");
-  } catch (const std::length_error&) {
-    return Status(ErrorCode::kOutOfMemory, "out of memory");
-  }
-}
+using hexpert::without_bad_alloc;
 
 class FileDescriptor {
  public:

@@ -2,6 +2,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "core/without_bad_alloc.hpp"
 #include "fmt/format.h"
 #include "weights/storage.hpp"
 #include "weights/tile_groups.hpp"
@@ -161,121 +162,125 @@ Status require(const void* pointer, const char* name) {
 }  // namespace
 
 Status ExpertWeights::export_canonical(const CanonicalWeights& out) const {
-  const Storage& s = *storage_;
-  const Matrix m1 = fc1_matrix(s);
-  const Matrix m2 = fc2_matrix(s);
-  if (out.fc1_gate_alpha == nullptr && out.fc1_alpha != nullptr && s.shape.gated) {
-    for (size_t e = 0; e < s.fc1_up_alpha.size(); ++e) {
-      if (std::bit_cast<uint32_t>(s.fc1_up_alpha[e]) !=
-          std::bit_cast<uint32_t>(s.fc1_gate_alpha[e])) {
-        return {
-            ErrorCode::kUnsupported,
-            fmt::format("fc1_gate_alpha: expert {} has alpha {} for up and {} for gate rows, so "
-                        "fc1_alpha alone cannot hold both",
-                        e,
-                        s.fc1_up_alpha[e],
-                        s.fc1_gate_alpha[e])};
+  return without_bad_alloc([&]() -> Status {
+    const Storage& s = *storage_;
+    const Matrix m1 = fc1_matrix(s);
+    const Matrix m2 = fc2_matrix(s);
+    if (out.fc1_gate_alpha == nullptr && out.fc1_alpha != nullptr && s.shape.gated) {
+      for (size_t e = 0; e < s.fc1_up_alpha.size(); ++e) {
+        if (std::bit_cast<uint32_t>(s.fc1_up_alpha[e]) !=
+            std::bit_cast<uint32_t>(s.fc1_gate_alpha[e])) {
+          return {
+              ErrorCode::kUnsupported,
+              fmt::format("fc1_gate_alpha: expert {} has alpha {} for up and {} for gate rows, so "
+                          "fc1_alpha alone cannot hold both",
+                          e,
+                          s.fc1_up_alpha[e],
+                          s.fc1_gate_alpha[e])};
+        }
       }
     }
-  }
-  for (int64_t e = 0; e < s.shape.num_local_experts; ++e) {
-    const auto index = static_cast<size_t>(e);
-    if (out.fc1_data != nullptr || out.fc1_scale_swizzled != nullptr) {
-      export_matrix(
-          m1,
-          [&](int64_t r) { return fc1_place(s.shape, r); },
-          [&](const RowPlace& p) {
-            return s.fc1_expert(e) +
-                   fc1_group_of(s.shape, p.gate, p.row) * tiles::group_bytes(m1.tile_k);
-          },
-          [&](bool gate) { return gate ? s.fc1_gate_alpha[index] : s.fc1_up_alpha[index]; },
-          out.fc1_data == nullptr ? nullptr : out.fc1_data + e * m1.rows * (m1.cols / 2),
-          out.fc1_scale_swizzled == nullptr
-              ? nullptr
-              : out.fc1_scale_swizzled + e * m1.rows * (m1.cols / 16));
+    for (int64_t e = 0; e < s.shape.num_local_experts; ++e) {
+      const auto index = static_cast<size_t>(e);
+      if (out.fc1_data != nullptr || out.fc1_scale_swizzled != nullptr) {
+        export_matrix(
+            m1,
+            [&](int64_t r) { return fc1_place(s.shape, r); },
+            [&](const RowPlace& p) {
+              return s.fc1_expert(e) +
+                     fc1_group_of(s.shape, p.gate, p.row) * tiles::group_bytes(m1.tile_k);
+            },
+            [&](bool gate) { return gate ? s.fc1_gate_alpha[index] : s.fc1_up_alpha[index]; },
+            out.fc1_data == nullptr ? nullptr : out.fc1_data + e * m1.rows * (m1.cols / 2),
+            out.fc1_scale_swizzled == nullptr
+                ? nullptr
+                : out.fc1_scale_swizzled + e * m1.rows * (m1.cols / 16));
+      }
+      if (out.fc2_data != nullptr || out.fc2_scale_swizzled != nullptr) {
+        export_matrix(
+            m2,
+            [&](int64_t r) { return fc2_place(s.shape, r); },
+            [&](const RowPlace& p) {
+              return s.fc2_expert(e) + p.row / tiles::kGroupRows * tiles::group_bytes(m2.tile_k);
+            },
+            [&](bool) { return s.fc2_alpha[index]; },
+            out.fc2_data == nullptr ? nullptr : out.fc2_data + e * m2.rows * (m2.cols / 2),
+            out.fc2_scale_swizzled == nullptr
+                ? nullptr
+                : out.fc2_scale_swizzled + e * m2.rows * (m2.cols / 16));
+      }
+      if (out.fc1_alpha != nullptr) out.fc1_alpha[e] = s.fc1_up_alpha[index];
+      if (out.fc1_gate_alpha != nullptr) out.fc1_gate_alpha[e] = s.fc1_gate_alpha[index];
+      if (out.fc2_alpha != nullptr) out.fc2_alpha[e] = s.fc2_alpha[index];
     }
-    if (out.fc2_data != nullptr || out.fc2_scale_swizzled != nullptr) {
-      export_matrix(
-          m2,
-          [&](int64_t r) { return fc2_place(s.shape, r); },
-          [&](const RowPlace& p) {
-            return s.fc2_expert(e) + p.row / tiles::kGroupRows * tiles::group_bytes(m2.tile_k);
-          },
-          [&](bool) { return s.fc2_alpha[index]; },
-          out.fc2_data == nullptr ? nullptr : out.fc2_data + e * m2.rows * (m2.cols / 2),
-          out.fc2_scale_swizzled == nullptr
-              ? nullptr
-              : out.fc2_scale_swizzled + e * m2.rows * (m2.cols / 16));
-    }
-    if (out.fc1_alpha != nullptr) out.fc1_alpha[e] = s.fc1_up_alpha[index];
-    if (out.fc1_gate_alpha != nullptr) out.fc1_gate_alpha[e] = s.fc1_gate_alpha[index];
-    if (out.fc2_alpha != nullptr) out.fc2_alpha[e] = s.fc2_alpha[index];
-  }
-  return {};
+    return {};
+  });
 }
 
 Status ExpertWeights::import_canonical(const CanonicalWeights& source) {
-  HX_RETURN_IF_ERROR(require(source.fc1_data, "fc1_data"));
-  HX_RETURN_IF_ERROR(require(source.fc1_scale_swizzled, "fc1_scale_swizzled"));
-  HX_RETURN_IF_ERROR(require(source.fc1_alpha, "fc1_alpha"));
-  HX_RETURN_IF_ERROR(require(source.fc2_data, "fc2_data"));
-  HX_RETURN_IF_ERROR(require(source.fc2_scale_swizzled, "fc2_scale_swizzled"));
-  HX_RETURN_IF_ERROR(require(source.fc2_alpha, "fc2_alpha"));
-  Storage& s = *storage_;
-  const Matrix m1 = fc1_matrix(s);
-  const Matrix m2 = fc2_matrix(s);
-  const float* gate_alpha =
-      source.fc1_gate_alpha != nullptr ? source.fc1_gate_alpha : source.fc1_alpha;
-  const auto fc1_data = [&](int64_t e) { return source.fc1_data + e * m1.rows * (m1.cols / 2); };
-  const auto fc1_scales = [&](int64_t e) {
-    return source.fc1_scale_swizzled + e * m1.rows * (m1.cols / 16);
-  };
-  const auto fc2_data = [&](int64_t e) { return source.fc2_data + e * m2.rows * (m2.cols / 2); };
-  const auto fc2_scales = [&](int64_t e) {
-    return source.fc2_scale_swizzled + e * m2.rows * (m2.cols / 16);
-  };
-  for (int64_t e = 0; e < s.shape.num_local_experts; ++e) {
-    HX_RETURN_IF_ERROR(check_matrix(
-        m1,
-        e,
-        [&](int64_t r) { return fc1_place(s.shape, r); },
-        // NOLINTNEXTLINE(clang-analyzer-core.NullDereference): required above
-        [&](bool gate) { return gate ? gate_alpha[e] : source.fc1_alpha[e]; },
-        fc1_data(e),
-        fc1_scales(e)));
-    HX_RETURN_IF_ERROR(check_matrix(
-        m2,
-        e,
-        [&](int64_t r) { return fc2_place(s.shape, r); },
-        [&](bool) { return source.fc2_alpha[e]; },
-        fc2_data(e),
-        fc2_scales(e)));
-  }
-  for (int64_t e = 0; e < s.shape.num_local_experts; ++e) {
-    import_matrix(
-        m1,
-        s.fc1_rows / tiles::kGroupRows,
-        [&](int64_t group, int64_t n) {
-          const GroupSource g = fc1_group_source(s.shape, group);
-          if (!s.shape.gated) return g.first_row + n;
-          return layout::gated_row(g.gate, g.first_row + n, layout::kCanonicalInterleave);
-        },
-        fc1_data(e),
-        fc1_scales(e),
-        s.fc1_expert(e));
-    import_matrix(
-        m2,
-        s.hidden / tiles::kGroupRows,
-        [](int64_t group, int64_t n) { return group * tiles::kGroupRows + n; },
-        fc2_data(e),
-        fc2_scales(e),
-        s.fc2_expert(e));
-    const auto index = static_cast<size_t>(e);
-    s.fc1_up_alpha[index] = source.fc1_alpha[e];
-    s.fc1_gate_alpha[index] = gate_alpha[e];
-    s.fc2_alpha[index] = source.fc2_alpha[e];
-  }
-  return {};
+  return without_bad_alloc([&]() -> Status {
+    HX_RETURN_IF_ERROR(require(source.fc1_data, "fc1_data"));
+    HX_RETURN_IF_ERROR(require(source.fc1_scale_swizzled, "fc1_scale_swizzled"));
+    HX_RETURN_IF_ERROR(require(source.fc1_alpha, "fc1_alpha"));
+    HX_RETURN_IF_ERROR(require(source.fc2_data, "fc2_data"));
+    HX_RETURN_IF_ERROR(require(source.fc2_scale_swizzled, "fc2_scale_swizzled"));
+    HX_RETURN_IF_ERROR(require(source.fc2_alpha, "fc2_alpha"));
+    Storage& s = *storage_;
+    const Matrix m1 = fc1_matrix(s);
+    const Matrix m2 = fc2_matrix(s);
+    const float* gate_alpha =
+        source.fc1_gate_alpha != nullptr ? source.fc1_gate_alpha : source.fc1_alpha;
+    const auto fc1_data = [&](int64_t e) { return source.fc1_data + e * m1.rows * (m1.cols / 2); };
+    const auto fc1_scales = [&](int64_t e) {
+      return source.fc1_scale_swizzled + e * m1.rows * (m1.cols / 16);
+    };
+    const auto fc2_data = [&](int64_t e) { return source.fc2_data + e * m2.rows * (m2.cols / 2); };
+    const auto fc2_scales = [&](int64_t e) {
+      return source.fc2_scale_swizzled + e * m2.rows * (m2.cols / 16);
+    };
+    for (int64_t e = 0; e < s.shape.num_local_experts; ++e) {
+      HX_RETURN_IF_ERROR(check_matrix(
+          m1,
+          e,
+          [&](int64_t r) { return fc1_place(s.shape, r); },
+          // NOLINTNEXTLINE(clang-analyzer-core.NullDereference): required above
+          [&](bool gate) { return gate ? gate_alpha[e] : source.fc1_alpha[e]; },
+          fc1_data(e),
+          fc1_scales(e)));
+      HX_RETURN_IF_ERROR(check_matrix(
+          m2,
+          e,
+          [&](int64_t r) { return fc2_place(s.shape, r); },
+          [&](bool) { return source.fc2_alpha[e]; },
+          fc2_data(e),
+          fc2_scales(e)));
+    }
+    for (int64_t e = 0; e < s.shape.num_local_experts; ++e) {
+      import_matrix(
+          m1,
+          s.fc1_rows / tiles::kGroupRows,
+          [&](int64_t group, int64_t n) {
+            const GroupSource g = fc1_group_source(s.shape, group);
+            if (!s.shape.gated) return g.first_row + n;
+            return layout::gated_row(g.gate, g.first_row + n, layout::kCanonicalInterleave);
+          },
+          fc1_data(e),
+          fc1_scales(e),
+          s.fc1_expert(e));
+      import_matrix(
+          m2,
+          s.hidden / tiles::kGroupRows,
+          [](int64_t group, int64_t n) { return group * tiles::kGroupRows + n; },
+          fc2_data(e),
+          fc2_scales(e),
+          s.fc2_expert(e));
+      const auto index = static_cast<size_t>(e);
+      s.fc1_up_alpha[index] = source.fc1_alpha[e];
+      s.fc1_gate_alpha[index] = gate_alpha[e];
+      s.fc2_alpha[index] = source.fc2_alpha[e];
+    }
+    return {};
+  });
 }
 
 Status ExpertWeights::export_projection(int64_t expert,
@@ -283,36 +288,38 @@ Status ExpertWeights::export_projection(int64_t expert,
                                         uint8_t* codes,
                                         uint8_t* block_scales,
                                         float* alpha) const {
-  HX_RETURN_IF_ERROR(check_expert(expert));
-  const Storage& s = *storage_;
-  if (projection == Projection::kGate && !s.shape.gated) {
-    return {ErrorCode::kInvalidArgument, "projection: these weights have no gate"};
-  }
-  HX_RETURN_IF_ERROR(require(codes, "codes"));
-  HX_RETURN_IF_ERROR(require(block_scales, "block_scales"));
-  const bool down = projection == Projection::kDown;
-  const bool gate = projection == Projection::kGate;
-  const Matrix m = down ? fc2_matrix(s) : fc1_matrix(s);
-  const int64_t rows = down ? s.shape.hidden_size : s.shape.intermediate_size;
-  const int64_t blocks = (m.valid_cols + kBlockSize - 1) / kBlockSize;
-  std::vector<uint8_t> row_codes(static_cast<size_t>(m.tile_k / 2));
-  std::vector<uint8_t> row_scales(static_cast<size_t>(m.tile_k / kBlockSize));
-  for (int64_t r = 0; r < rows; ++r) {
-    const int64_t group = down ? r / tiles::kGroupRows : fc1_group_of(s.shape, gate, r);
-    const uint8_t* matrix = down ? s.fc2_expert(expert) : s.fc1_expert(expert);
-    read_row(matrix + group * tiles::group_bytes(m.tile_k),
-             r % tiles::kGroupRows,
-             m.tile_k,
-             row_codes.data(),
-             row_scales.data());
-    std::memcpy(codes + r * blocks * 8, row_codes.data(), static_cast<size_t>(blocks * 8));
-    std::memcpy(block_scales + r * blocks, row_scales.data(), static_cast<size_t>(blocks));
-  }
-  if (alpha != nullptr) {
-    const auto index = static_cast<size_t>(expert);
-    *alpha = down ? s.fc2_alpha[index] : gate ? s.fc1_gate_alpha[index] : s.fc1_up_alpha[index];
-  }
-  return {};
+  return without_bad_alloc([&]() -> Status {
+    HX_RETURN_IF_ERROR(check_expert(expert));
+    const Storage& s = *storage_;
+    if (projection == Projection::kGate && !s.shape.gated) {
+      return {ErrorCode::kInvalidArgument, "projection: these weights have no gate"};
+    }
+    HX_RETURN_IF_ERROR(require(codes, "codes"));
+    HX_RETURN_IF_ERROR(require(block_scales, "block_scales"));
+    const bool down = projection == Projection::kDown;
+    const bool gate = projection == Projection::kGate;
+    const Matrix m = down ? fc2_matrix(s) : fc1_matrix(s);
+    const int64_t rows = down ? s.shape.hidden_size : s.shape.intermediate_size;
+    const int64_t blocks = (m.valid_cols + kBlockSize - 1) / kBlockSize;
+    std::vector<uint8_t> row_codes(static_cast<size_t>(m.tile_k / 2));
+    std::vector<uint8_t> row_scales(static_cast<size_t>(m.tile_k / kBlockSize));
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t group = down ? r / tiles::kGroupRows : fc1_group_of(s.shape, gate, r);
+      const uint8_t* matrix = down ? s.fc2_expert(expert) : s.fc1_expert(expert);
+      read_row(matrix + group * tiles::group_bytes(m.tile_k),
+               r % tiles::kGroupRows,
+               m.tile_k,
+               row_codes.data(),
+               row_scales.data());
+      std::memcpy(codes + r * blocks * 8, row_codes.data(), static_cast<size_t>(blocks * 8));
+      std::memcpy(block_scales + r * blocks, row_scales.data(), static_cast<size_t>(blocks));
+    }
+    if (alpha != nullptr) {
+      const auto index = static_cast<size_t>(expert);
+      *alpha = down ? s.fc2_alpha[index] : gate ? s.fc1_gate_alpha[index] : s.fc1_up_alpha[index];
+    }
+    return {};
+  });
 }
 
 }  // namespace hexpert

@@ -7,6 +7,7 @@
 #include <new>
 
 #include "backend/backend.hpp"
+#include "core/without_bad_alloc.hpp"
 #include "cpu/float_environment.hpp"
 #include "fmt/format.h"
 #include "weights/storage.hpp"
@@ -130,10 +131,15 @@ void quantize_groups(const uint16_t* x,
                      uint8_t* out,
                      int threads,
                      const SourceRow& source_row) {
+  // Made before the region: an exception must not leave it.
+  std::vector<GroupBuilder> builders;
+  builders.reserve(static_cast<size_t>(threads));
+  for (int i = 0; i < threads; ++i)
+    builders.emplace_back(tile_k);
 #pragma omp parallel num_threads(threads)
   {
     const cpu::FloatEnvironment environment;
-    GroupBuilder builder(tile_k);
+    GroupBuilder& builder = builders[static_cast<size_t>(omp_get_thread_num())];
 #pragma omp for schedule(static)
     for (int64_t group = 0; group < num_groups; ++group) {
       for (int64_t n = 0; n < tiles::kGroupRows; ++n) {
@@ -304,7 +310,7 @@ Result<ExpertWeights> ExpertWeights::allocate(const ExpertShape& shape,
   }
   Result<const Backend*> backend = find_backend(options.backend, Device::cpu());
   if (!backend.ok()) return backend.status();
-  try {
+  return without_bad_alloc([&]() -> Result<ExpertWeights> {
     auto s = std::make_unique<Storage>();
     s->shape = shape;
     s->num_threads = options.num_threads;
@@ -328,77 +334,83 @@ Result<ExpertWeights> ExpertWeights::allocate(const ExpertShape& shape,
     s->fc1_gate_alpha.assign(experts, 1.0F);
     s->fc2_alpha.assign(experts, 1.0F);
     return ExpertWeights(std::move(s));
-  } catch (const std::bad_alloc&) {
-    return Status(ErrorCode::kOutOfMemory, "weights: the tables of alphas could not be allocated");
-  }
+  });
 }
 
 Result<ExpertWeights> ExpertWeights::prepare(const ConstTensorView& fc1_weight,
                                              const ConstTensorView& fc2_weight,
                                              const PrepareOptions& options) {
-  const Result<ExpertShape> shape = shape_of(fc1_weight, fc2_weight, 3);
-  if (!shape.ok()) return shape.status();
-  Result<ExpertWeights> weights = allocate(*shape, options);
-  if (!weights.ok()) return weights;
-  HX_RETURN_IF_ERROR(
-      quantize_stacks(*weights->storage_, fc1_weight, fc2_weight, options.refuse_nonfinite));
-  return weights;
+  return without_bad_alloc([&]() -> Result<ExpertWeights> {
+    const Result<ExpertShape> shape = shape_of(fc1_weight, fc2_weight, 3);
+    if (!shape.ok()) return shape.status();
+    Result<ExpertWeights> weights = allocate(*shape, options);
+    if (!weights.ok()) return weights;
+    HX_RETURN_IF_ERROR(
+        quantize_stacks(*weights->storage_, fc1_weight, fc2_weight, options.refuse_nonfinite));
+    return weights;
+  });
 }
 
 Status ExpertWeights::refresh(const ConstTensorView& fc1_weight,
                               const ConstTensorView& fc2_weight) {
-  const Result<ExpertShape> given = shape_of(fc1_weight, fc2_weight, 3);
-  if (!given.ok()) return given.status();
-  HX_RETURN_IF_ERROR(check_same(shape(), *given));
-  return quantize_stacks(*storage_, fc1_weight, fc2_weight, false);
+  return without_bad_alloc([&]() -> Status {
+    const Result<ExpertShape> given = shape_of(fc1_weight, fc2_weight, 3);
+    if (!given.ok()) return given.status();
+    HX_RETURN_IF_ERROR(check_same(shape(), *given));
+    return quantize_stacks(*storage_, fc1_weight, fc2_weight, false);
+  });
 }
 
 Status ExpertWeights::set_expert(int64_t expert,
                                  const ConstTensorView& fc1_weight,
                                  const ConstTensorView& fc2_weight) {
-  HX_RETURN_IF_ERROR(check_expert(expert));
-  Result<ExpertShape> given = shape_of(fc1_weight, fc2_weight, 2);
-  if (!given.ok()) return given.status();
-  given->num_local_experts = shape().num_local_experts;
-  HX_RETURN_IF_ERROR(check_same(shape(), *given));
-  quantize_expert(*storage_, expert, fc1_weight.as<uint16_t>(), fc2_weight.as<uint16_t>());
-  return {};
+  return without_bad_alloc([&]() -> Status {
+    HX_RETURN_IF_ERROR(check_expert(expert));
+    Result<ExpertShape> given = shape_of(fc1_weight, fc2_weight, 2);
+    if (!given.ok()) return given.status();
+    given->num_local_experts = shape().num_local_experts;
+    HX_RETURN_IF_ERROR(check_same(shape(), *given));
+    quantize_expert(*storage_, expert, fc1_weight.as<uint16_t>(), fc2_weight.as<uint16_t>());
+    return {};
+  });
 }
 
 Status ExpertWeights::set_quantized_expert(int64_t expert, const QuantizedExpert& source) {
-  HX_RETURN_IF_ERROR(check_expert(expert));
-  const int64_t hidden = shape().hidden_size;
-  const int64_t intermediate = shape().intermediate_size;
-  if (shape().gated) {
-    HX_RETURN_IF_ERROR(check_projection(source.gate, "gate", expert, intermediate, hidden));
-  }
-  HX_RETURN_IF_ERROR(check_projection(source.up, "up", expert, intermediate, hidden));
-  HX_RETURN_IF_ERROR(check_projection(source.down, "down", expert, hidden, intermediate));
+  return without_bad_alloc([&]() -> Status {
+    HX_RETURN_IF_ERROR(check_expert(expert));
+    const int64_t hidden = shape().hidden_size;
+    const int64_t intermediate = shape().intermediate_size;
+    if (shape().gated) {
+      HX_RETURN_IF_ERROR(check_projection(source.gate, "gate", expert, intermediate, hidden));
+    }
+    HX_RETURN_IF_ERROR(check_projection(source.up, "up", expert, intermediate, hidden));
+    HX_RETURN_IF_ERROR(check_projection(source.down, "down", expert, hidden, intermediate));
 
-  Storage& s = *storage_;
-  const auto fc1_group = [&](bool gate) {
-    return [&s, gate](int64_t row) { return fc1_group_of(s.shape, gate, row); };
-  };
-  uint8_t* fc1 = s.fc1_expert(expert);
-  const auto index = static_cast<size_t>(expert);
-  store_projection(
-      source.up, intermediate, hidden, s.intermediate, s.hidden, fc1, fc1_group(false));
-  s.fc1_up_alpha[index] = source.up.alpha;
-  s.fc1_gate_alpha[index] = source.up.alpha;
-  if (s.shape.gated) {
+    Storage& s = *storage_;
+    const auto fc1_group = [&](bool gate) {
+      return [&s, gate](int64_t row) { return fc1_group_of(s.shape, gate, row); };
+    };
+    uint8_t* fc1 = s.fc1_expert(expert);
+    const auto index = static_cast<size_t>(expert);
     store_projection(
-        source.gate, intermediate, hidden, s.intermediate, s.hidden, fc1, fc1_group(true));
-    s.fc1_gate_alpha[index] = source.gate.alpha;
-  }
-  store_projection(source.down,
-                   hidden,
-                   intermediate,
-                   s.hidden,
-                   s.intermediate,
-                   s.fc2_expert(expert),
-                   [](int64_t row) { return row / tiles::kGroupRows; });
-  s.fc2_alpha[index] = source.down.alpha;
-  return {};
+        source.up, intermediate, hidden, s.intermediate, s.hidden, fc1, fc1_group(false));
+    s.fc1_up_alpha[index] = source.up.alpha;
+    s.fc1_gate_alpha[index] = source.up.alpha;
+    if (s.shape.gated) {
+      store_projection(
+          source.gate, intermediate, hidden, s.intermediate, s.hidden, fc1, fc1_group(true));
+      s.fc1_gate_alpha[index] = source.gate.alpha;
+    }
+    store_projection(source.down,
+                     hidden,
+                     intermediate,
+                     s.hidden,
+                     s.intermediate,
+                     s.fc2_expert(expert),
+                     [](int64_t row) { return row / tiles::kGroupRows; });
+    s.fc2_alpha[index] = source.down.alpha;
+    return {};
+  });
 }
 
 Status ExpertWeights::check_expert(int64_t expert) const {

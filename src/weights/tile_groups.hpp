@@ -43,6 +43,9 @@ class GroupBuilder {
     for (int64_t n = 0; n < tiles::kGroupRows; ++n)
       rows_[n] = {codes(n), scales(n)};
   }
+  // rows_ points into the vectors, whose memory moves along and is not copied along.
+  GroupBuilder(GroupBuilder&&) = default;
+  GroupBuilder& operator=(GroupBuilder&&) = default;
   uint8_t* codes(int64_t n) { return codes_.data() + n * k_ / 2; }
   uint8_t* scales(int64_t n) { return scales_.data() + n * k_ / 16; }
 
