@@ -120,6 +120,68 @@ static_assert(code_offset(15, 63) == 511 && code_offset(0, 64) == 576);
 static_assert(scale_offset(3, 1) == 512 + 16 + 3 && scale_offset(0, 4) == 576 + 512);
 }  // namespace cpu_tiles
 
+// --- Hopper fragments: the order the wgmma kernels read weights in ---
+//
+// A matrix has its rows in tiles of 128 and K in spans of 64; a row tile is one stream of records,
+// one record a span, 4608 bytes:
+//
+//     byte    0 .. 4095   codes: 16 bytes a thread of two warpgroups, one 32-bit word for each k16
+//     byte 4096 .. 4607   E4M3 scales: of each 16-row slab, byte 8 g + 2 b + h is row g + 8 h, block b
+//
+// A word is what one thread contributes to a register operand of wgmma.m64nNk16: rows g and g + 8
+// of a slab at k = 2t, 2t + 1, 2t + 8, 2t + 9, g = lane / 4, t = lane % 4. Even k lie in the low
+// half-word and odd k in the high one. In each half, sign bit and the three magnitude bits of
+//
+//     row g,     k      at 15 and 11..9        row g,     k + 8  at 14 and 5..3
+//     row g + 8, k      at 12 and  8..6        row g + 8, k + 8  at 13 and 2..0
+//
+// so that a mask, or a shift and a mask, leaves two FP16 values of magnitude code * 2^-14.
+// Gated FC1: of each slab rows 0..7 are up and rows 8..15 gate of the same eight features, so one
+// thread holds both.
+namespace sm90_fragments {
+inline constexpr int64_t kTileRows = 128;
+inline constexpr int64_t kSlabRows = 16;
+inline constexpr int64_t kSpan = 64;
+inline constexpr int64_t kRecordBytes = 4608;
+inline constexpr int64_t kScalesAt = 4096;
+
+constexpr int64_t matrix_bytes(int64_t rows, int64_t k) {
+  return rows / kTileRows * (k / kSpan) * kRecordBytes;
+}
+HX_HOST_DEVICE constexpr int64_t record_offset(int64_t row, int64_t k, int64_t columns) {
+  return (row / kTileRows * (columns / kSpan) + k / kSpan) * kRecordBytes;
+}
+// Byte of the 32-bit word, little endian, that holds element (row, k) of a matrix of `columns` K.
+HX_HOST_DEVICE constexpr int64_t word_offset(int64_t row, int64_t k, int64_t columns) {
+  const int64_t slab = row % kTileRows / kSlabRows;
+  const int64_t lane = row % 8 * 4 + k % 8 / 2;
+  return record_offset(row, k, columns) + (slab * 32 + lane) * 16 + k % kSpan / 16 * 4;
+}
+// Bits of the element in its word.
+struct CodeBits {
+  int sign;
+  int magnitude;  // lowest of three
+};
+HX_HOST_DEVICE constexpr CodeBits code_bits(int64_t row, int64_t k) {
+  const bool lower = row % kSlabRows >= 8;
+  const int half = k % 2 != 0 ? 16 : 0;
+  if (k % 16 < 8) return lower ? CodeBits{half + 12, half + 6} : CodeBits{half + 15, half + 9};
+  return lower ? CodeBits{half + 13, half} : CodeBits{half + 14, half + 3};
+}
+HX_HOST_DEVICE constexpr int64_t scale_offset(int64_t row, int64_t block, int64_t columns) {
+  const int64_t slab = row % kTileRows / kSlabRows;
+  return record_offset(row, block * 16, columns) + kScalesAt + slab * 64 + row % 8 * 8 +
+         block % 4 * 2 + row % kSlabRows / 8;
+}
+// Fragment row of feature `feature` of one half of a gated FC1.
+HX_HOST_DEVICE constexpr int64_t gated_fragment_row(bool gate, int64_t feature) {
+  return gated_row(gate, feature, 8);
+}
+static_assert(word_offset(0, 0, 64) == 0 && word_offset(1, 2, 64) == 80);
+static_assert(word_offset(16, 16, 64) == 512 + 4 && word_offset(128, 64, 128) == 3 * 4608);
+static_assert(scale_offset(8, 0, 64) == 4096 + 1 && scale_offset(17, 3, 64) == 4096 + 64 + 8 + 6);
+}  // namespace sm90_fragments
+
 static_assert(offset_128x4(1, 0, 4) == 16 && offset_128x4(32, 0, 4) == 4);
 static_assert(offset_128x4(0, 4, 8) == 512 && offset_128x4(128, 0, 8) == 1024);
 static_assert(offset_8x4(7, 3, 4) == 31 && offset_8x4(8, 0, 8) == 64);

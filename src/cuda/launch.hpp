@@ -1,0 +1,43 @@
+// Host side of the kernels that are useful by themselves. All enqueue on `stream`, allocate nothing
+// and return the launch error; every pointer is device memory.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "cuda/fragment_weights.hpp"
+
+namespace hexpert::cuda {
+
+// BF16 matrices of `experts` consecutive experts, quantized into fragments.
+struct QuantizeWeights {
+  const uint16_t* source = nullptr;  // [experts, rows or 2 rows, cols] bf16; gated: gate, then up
+  int64_t experts = 0;
+  int64_t rows = 0;  // of one projection: I for FC1, H for FC2
+  int64_t cols = 0;
+  bool gated = false;
+  int64_t fragment_rows = 0;     // padded
+  int64_t fragment_cols = 0;     // padded
+  uint8_t* fragments = nullptr;  // [experts, matrix_bytes(fragment_rows, fragment_cols)]
+  float* alpha = nullptr;        // [experts]
+  float* gate_alpha = nullptr;   // [experts], the same values; null: skipped
+  uint32_t* amax = nullptr;      // [experts] scratch; afterwards the amax bits, NaN > 0x7F80
+};
+cudaError_t quantize_weights(const QuantizeWeights& args, cudaStream_t stream);
+
+// BF16 rows -> NVFP4, per-token scales. Null outputs are skipped.
+struct QuantizeTokens {
+  const uint16_t* source = nullptr;  // [rows, source_stride] bf16
+  int64_t rows = 0;
+  int64_t cols = 0;                 // of the source
+  int64_t source_stride = 0;        // elements
+  int64_t padded_cols = 0;          // of the outputs, multiple of 16
+  uint8_t* codes = nullptr;         // [rows, padded_cols / 2]
+  uint8_t* block_scales = nullptr;  // [rows, padded_cols / 16]
+  float* token_scale = nullptr;     // [rows]
+  uint16_t* operand = nullptr;      // [rows, padded_cols] fp16, e2m1 * e4m3 exactly
+};
+cudaError_t quantize_tokens(const QuantizeTokens& args, cudaStream_t stream);
+
+}  // namespace hexpert::cuda
