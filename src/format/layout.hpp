@@ -136,8 +136,7 @@ static_assert(scale_offset(3, 1) == 512 + 16 + 3 && scale_offset(0, 4) == 576 + 
 //     row g + 8, k      at 12 and  8..6        row g + 8, k + 8  at 13 and 2..0
 //
 // so that a mask, or a shift and a mask, leaves two FP16 values of magnitude code * 2^-14.
-// Gated FC1: of each slab rows 0..7 are up and rows 8..15 gate of the same eight features, so one
-// thread holds both.
+// The rows of a slab are in the order in which the epilogue wants its results: fragment_row().
 namespace sm90_fragments {
 inline constexpr int64_t kTileRows = 128;
 inline constexpr int64_t kSlabRows = 16;
@@ -173,10 +172,19 @@ HX_HOST_DEVICE constexpr int64_t scale_offset(int64_t row, int64_t block, int64_
   return record_offset(row, block * 16, columns) + kScalesAt + slab * 64 + row % 8 * 8 +
          block % 4 * 2 + row % kSlabRows / 8;
 }
-// Fragment row of feature `feature` of one half of a gated FC1.
+// Fragment row of a matrix row (FC2, FC1 without a gate). A transposed 8x8 result tile leaves rows
+// 2t, 2t + 1 and 2t + 8, 2t + 9 of a slab with one thread: these are four consecutive features.
+HX_HOST_DEVICE constexpr int64_t fragment_row(int64_t row) {
+  return row / 4 * 4 % kSlabRows / 2 + row % 2 + (row % 4 >= 2 ? 8 : 0) +
+         row / kSlabRows * kSlabRows;
+}
+// Fragment row of feature `feature` of the gate or up half of a gated FC1: of each slab rows 0..7 are
+// up and rows 8..15 gate of the same eight features, so that one thread holds both.
 HX_HOST_DEVICE constexpr int64_t gated_fragment_row(bool gate, int64_t feature) {
   return gated_row(gate, feature, 8);
 }
+static_assert(fragment_row(0) == 0 && fragment_row(3) == 9 && fragment_row(4) == 2);
+static_assert(fragment_row(15) == 15 && fragment_row(18) == 24);
 static_assert(word_offset(0, 0, 64) == 0 && word_offset(1, 2, 64) == 80);
 static_assert(word_offset(16, 16, 64) == 512 + 4 && word_offset(128, 64, 128) == 3 * 4608);
 static_assert(scale_offset(8, 0, 64) == 4096 + 1 && scale_offset(17, 3, 64) == 4096 + 64 + 8 + 6);
