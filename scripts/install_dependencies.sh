@@ -9,6 +9,7 @@ packages=(
   g++ cmake ninja-build ccache
   nlohmann-json3-dev libfmt-dev libcli11-dev
   libgtest-dev librapidcheck-dev
+  pkg-config python3-venv python3-dev
 )
 case "${1:-}" in
   "") ;;

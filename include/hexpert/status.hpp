@@ -100,7 +100,7 @@ class [[nodiscard]] Result {
 }  // namespace hexpert
 
 /// Returns the Status of `expression` from the enclosing function unless it is ok.
-#define HX_RETURN_IF_ERROR(expression)                                                 \
-  do {                                                                                 \
-    if (::hexpert::Status hx_status = (expression); !hx_status.ok()) return hx_status; \
+#define HX_RETURN_IF_ERROR(expression)                                                       \
+  do {                                                                                       \
+    if (::hexpert::Status hx_returned = (expression); !hx_returned.ok()) return hx_returned; \
   } while (false)
