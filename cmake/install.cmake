@@ -13,7 +13,8 @@ install(DIRECTORY include/hexpert DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
 
 write_basic_package_version_file(${PROJECT_BINARY_DIR}/hexpertConfigVersion.cmake
   COMPATIBILITY SameMinorVersion)
-install(FILES ${CMAKE_CURRENT_LIST_DIR}/hexpertConfig.cmake ${PROJECT_BINARY_DIR}/hexpertConfigVersion.cmake
+configure_file(${CMAKE_CURRENT_LIST_DIR}/hexpertConfig.cmake.in ${PROJECT_BINARY_DIR}/hexpertConfig.cmake @ONLY)
+install(FILES ${PROJECT_BINARY_DIR}/hexpertConfig.cmake ${PROJECT_BINARY_DIR}/hexpertConfigVersion.cmake
   DESTINATION ${package_dir})
 
 file(RELATIVE_PATH HEXPERT_PREFIX_FROM_PKGCONFIG /${CMAKE_INSTALL_LIBDIR}/pkgconfig /)

@@ -295,10 +295,11 @@ inline std::unique_ptr<MoeRun> run(const std::string& backend,
   return run(moe, c, inputs);
 }
 
+// Of the CPU.
 inline std::vector<std::string> available_backends() {
   std::vector<std::string> names;
   for (const BackendInfo& info : list_backends()) {
-    if (info.available) names.emplace_back(info.name);
+    if (info.available && info.device == DeviceType::kCpu) names.emplace_back(info.name);
   }
   return names;
 }

@@ -35,9 +35,10 @@ TEST(BackendList, BestFirstReferenceLast) {
     names.emplace_back(info.name);
     EXPECT_EQ(info.available, info.reason.empty()) << info.name << ": " << info.reason;
   }
-  EXPECT_EQ(names,
-            (std::vector<std::string>{
-                "cpu-amx", "cpu-avx512-vnni", "cpu-avx2", "cpu-scalar", "reference"}));
+  EXPECT_EQ(
+      names,
+      (std::vector<std::string>{
+          "cuda-sm90a", "cpu-amx", "cpu-avx512-vnni", "cpu-avx2", "cpu-scalar", "reference"}));
   const std::vector<std::string> available = available_backends();
   ASSERT_GE(available.size(), 2U);
   EXPECT_EQ(available.back(), "reference");
@@ -45,17 +46,16 @@ TEST(BackendList, BestFirstReferenceLast) {
 }
 
 TEST(BackendList, WhyNot) {
-  const Status no_cuda = query_backend(Device::cuda(1)).status();
-  EXPECT_EQ(no_cuda.code(), ErrorCode::kUnsupportedDevice);
-  EXPECT_NE(no_cuda.message().find("cpu-scalar: runs on cpu, not on cuda:1"), std::string::npos)
-      << no_cuda.message();
+  const Status not_there = find_backend("cpu-scalar", Device::cuda(1)).status();
+  EXPECT_EQ(not_there.code(), ErrorCode::kUnsupportedDevice);
+  EXPECT_EQ(not_there.message(), "backend: cpu-scalar: runs on cpu, not on cuda:1");
   const Status unknown = find_backend("cpu-sse", Device::cpu()).status();
   EXPECT_EQ(unknown.code(), ErrorCode::kNotFound);
   EXPECT_EQ(unknown.message(),
-            "backend: expected one of cpu-amx, cpu-avx512-vnni, cpu-avx2, cpu-scalar, reference, "
-            "got cpu-sse");
+            "backend: expected one of cuda-sm90a, cpu-amx, cpu-avx512-vnni, cpu-avx2, cpu-scalar, "
+            "reference, got cpu-sse");
   for (const BackendInfo& info : list_backends()) {
-    if (info.available) continue;
+    if (info.available || info.device != DeviceType::kCpu) continue;
     const Status status = find_backend(info.name, Device::cpu()).status();
     EXPECT_EQ(status.code(), ErrorCode::kUnsupportedDevice);
     EXPECT_EQ(status.message(), "backend: " + std::string(info.name) + ": " + info.reason);

@@ -180,11 +180,14 @@ TEST_F(Create, ActivationParameters) {
 
 TEST_F(Create, Backend) {
   expect(ErrorCode::kNotFound,
-         "backend: expected one of cpu-amx, cpu-avx512-vnni, cpu-avx2, cpu-scalar, reference, got "
-         "cuda-sm90a",
+         "backend: expected one of cuda-sm90a, cpu-amx, cpu-avx512-vnni, cpu-avx2, cpu-scalar, "
+         "reference, got abacus",
+         [](MoeProblem&, MoeOptions& o) { o.backend = "abacus"; });
+  expect(ErrorCode::kUnsupportedDevice,
+         "backend: cuda-sm90a: runs on cuda, not on cpu",
          [](MoeProblem&, MoeOptions& o) { o.backend = "cuda-sm90a"; });
   for (const BackendInfo& info : list_backends()) {
-    if (info.available) continue;
+    if (info.available || info.device != DeviceType::kCpu) continue;
     expect(ErrorCode::kUnsupportedDevice,
            "backend: " + std::string(info.name) + ": " + info.reason,
            [&](MoeProblem&, MoeOptions& o) { o.backend = info.name; });

@@ -64,6 +64,7 @@ struct MoeInputs {
 /// Why a backend can or cannot run here.
 struct BackendInfo {
   std::string_view name;
+  DeviceType device = DeviceType::kCpu;
   bool available = false;
   std::string reason;  // empty when available, else the first unmet condition in words
 };

@@ -6,12 +6,14 @@
 
 #include "backend/backend.hpp"
 #include "cpu/cpu_backend.hpp"
+#include "cuda/cuda_backend.hpp"
 #include "moe/reference.hpp"
 
 namespace hexpert {
 namespace {
 
 constexpr std::array kBackends = {
+    &cuda::cuda_sm90a_backend,
     &cpu::cpu_amx_backend,
     &cpu::cpu_avx512_vnni_backend,
     &cpu::cpu_avx2_backend,
@@ -60,7 +62,7 @@ std::vector<BackendInfo> list_backends() {
   std::vector<BackendInfo> infos;
   for (const Backend* backend : kBackends) {
     Support support = backend->available();
-    infos.push_back({backend->name, support.ok, std::move(support.reason)});
+    infos.push_back({backend->name, backend->device, support.ok, std::move(support.reason)});
   }
   return infos;
 }
