@@ -133,11 +133,8 @@ inline __attribute__((always_inline)) WeightBlock decode_block(const uint8_t* re
 
 inline __attribute__((always_inline)) void prefetch_record(const uint8_t* record) {
 #pragma GCC unroll 9
-  for (int64_t line = 0; line < tiles::kRecordBytes; line += 64) {
-    _mm_prefetch(
-        reinterpret_cast<const char*>(record) + kPrefetchRecords * tiles::kRecordBytes + line,
-        _MM_HINT_T1);
-  }
+  for (int64_t line = 0; line < tiles::kRecordBytes; line += 64)
+    _mm_prefetch(reinterpret_cast<const char*>(record) + line, _MM_HINT_T1);
 }
 
 constexpr int kWidestTile = 8;  // 16 accumulators and 8 weight registers of 32
@@ -185,9 +182,13 @@ template <int M>
   Accumulators<M> acc;
   for (int i = 0; i < M; ++i)
     acc.sum[i][0] = acc.sum[i][1] = _mm512_setzero_ps();
-  for (int64_t record = 0; record < k / tiles::kSpan; ++record) {
-    prefetch_record(pair);
-    prefetch_record(second);
+  const int64_t records = k / tiles::kSpan;
+  for (int64_t record = 0; record < records; ++record) {
+    // Past its end a group goes on in the next pair, beyond the other group.
+    const int64_t ahead = kPrefetchRecords * tiles::kRecordBytes +
+                          (record + kPrefetchRecords < records ? 0 : tiles::group_bytes(k));
+    prefetch_record(pair + ahead);
+    prefetch_record(second + ahead);
 #pragma GCC unroll 4
     for (int b = 0; b < 4; ++b, tile += kTileBlockBytes * M) {
       multiply_block<M>(decode_block(pair, b, table), decode_block(second, b, table), tile, acc);
@@ -212,9 +213,22 @@ struct PanelBlock {
 };
 using Panel = PanelBlock[kPanelBlocks];  // 20 KiB
 
+// The next pair's weights, fetched into L2 in even steps while this one is multiplied.
+struct Ahead {
+  const uint8_t* at;
+  int64_t step;  // bytes a block
+};
+
 template <int M>
-[[gnu::noinline]] void multiply_panel(
-    const Panel& panel, int64_t blocks, const uint8_t* tile, bool first, bool last, float* c) {
+[[gnu::noinline]] void multiply_panel(const Panel& panel,
+                                      int64_t blocks,
+                                      const uint8_t* tile,
+                                      bool first,
+                                      bool last,
+                                      float* c,
+                                      Ahead& ahead) {
+  const uint8_t* next = ahead.at;
+  const int64_t step = ahead.step;
   Accumulators<M> acc;
   for (int i = 0; i < M; ++i) {
     for (int g = 0; g < 2; ++g) {
@@ -222,8 +236,12 @@ template <int M>
     }
   }
   for (int64_t b = 0; b < blocks; ++b, tile += kTileBlockBytes * M) {
+    for (int64_t line = 0; line < step; line += 64)
+      _mm_prefetch(reinterpret_cast<const char*>(next) + line, _MM_HINT_T1);
+    next += step;
     multiply_block<M>(panel[b].group[0], panel[b].group[1], tile, acc);
   }
+  ahead.at = next;
   const __m512 unit = _mm512_set1_ps(last ? kIntSumUnit : 1.0F);
   for (int i = 0; i < M; ++i) {
     for (int g = 0; g < 2; ++g) {
@@ -239,11 +257,12 @@ void multiply_panel_of_width(int m,
                              const uint8_t* tile,
                              bool first,
                              bool last,
-                             float* c) {
+                             float* c,
+                             Ahead& ahead) {
   if constexpr (M < kWidestTile) {
-    if (m > M) return multiply_panel_of_width<M + 1>(m, panel, blocks, tile, first, last, c);
+    if (m > M) return multiply_panel_of_width<M + 1>(m, panel, blocks, tile, first, last, c, ahead);
   }
-  multiply_panel<M>(panel, blocks, tile, first, last, c);
+  multiply_panel<M>(panel, blocks, tile, first, last, c, ahead);
 }
 
 #include "cpu/gemm_int_dispatch.inl"
@@ -252,6 +271,9 @@ void gemm_int(const uint8_t* pair, int64_t k, const uint8_t* tiles_in, int64_t c
   if (count <= kWidestTile) return gemm_tiles(pair, k, tiles_in, count, c);
   const __m512i table = _mm512_load_si512(kDoubledPlus12.data());
   const TokenCut cut(count, kWidestTile);
+  const int64_t pair_bytes = 2 * tiles::group_bytes(k);
+  const int64_t steps = cut.parts * (k / kBlockSize);
+  Ahead ahead = {pair + pair_bytes, (pair_bytes + steps - 1) / steps};
   Panel panel;
   for (int64_t k0 = 0; k0 < k; k0 += kPanelSpan) {
     const int64_t span = std::min(kPanelSpan, k - k0);
@@ -259,7 +281,6 @@ void gemm_int(const uint8_t* pair, int64_t k, const uint8_t* tiles_in, int64_t c
       for (int g = 0; g < 2; ++g) {
         const uint8_t* source =
             pair + g * tiles::group_bytes(k) + (k0 / tiles::kSpan + record) * tiles::kRecordBytes;
-        prefetch_record(source);
 #pragma GCC unroll 4
         for (int b = 0; b < 4; ++b)
           panel[4 * record + b].group[g] = decode_block(source, b, table);
@@ -271,7 +292,7 @@ void gemm_int(const uint8_t* pair, int64_t k, const uint8_t* tiles_in, int64_t c
       const uint8_t* tile =
           tiles_in + int_tile_bytes(begin, k) + k0 / kBlockSize * kTileBlockBytes * m;
       multiply_panel_of_width(
-          m, panel, span / kBlockSize, tile, k0 == 0, k0 + span == k, c + begin * kPairRows);
+          m, panel, span / kBlockSize, tile, k0 == 0, k0 + span == k, c + begin * kPairRows, ahead);
     }
   }
 }
