@@ -261,8 +261,9 @@ inline TensorView view(PoisonedBuffer<uint16_t>& out, const MoeCase& c) {
 
 // Nothing a forward computes may come from what the workspace held before.
 inline void poison_workspace(RoutedMoe& moe) {
-  AlignedBuffer& workspace = moe.impl().workspace;
-  if (workspace) std::fill_n(workspace.data(), moe.workspace_bytes(), uint8_t{0xFF});
+  std::byte* workspace = moe.impl().workspace;
+  if (workspace != nullptr)
+    std::memset(workspace, 0xFF, static_cast<size_t>(moe.workspace_bytes()));
 }
 
 inline RoutedMoe make_moe(const MoeCase& c, const ExpertWeights& weights, MoeOptions options) {

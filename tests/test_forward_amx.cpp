@@ -28,8 +28,8 @@ constexpr Backend kEmulated = {
     .available = [] { return Support::yes(); },
     .supports = [](const MoeProblem&, const ExpertShape&) { return Support::yes(); },
     .workspace_bytes =
-        [](const MoeProblem& problem, const ExpertShape& shape, int num_threads) {
-          return cpu::forward_workspace_bytes(engine(), problem, shape, num_threads);
+        [](const MoeProblem& problem, const ExpertShape& shape, const MoeOptions& options) {
+          return cpu::forward_workspace_bytes(engine(), problem, shape, options.num_threads);
         },
     .describe =
         [](const MoeProblem&, const ExpertShape&, const MoeOptions&) { return std::string(); },
@@ -49,8 +49,9 @@ class ForwardAmx : public testing::Test {
     RoutedMoe moe = RoutedMoe::create(c.problem(), weights, options).value();
     RoutedMoe::Impl& impl = moe.impl();
     impl.backend = &kEmulated;
-    impl.workspace_bytes = kEmulated.workspace_bytes(c.problem(), c.shape(), options.num_threads);
-    impl.workspace = AlignedBuffer::zeroed(impl.workspace_bytes);
+    impl.workspace_bytes = kEmulated.workspace_bytes(c.problem(), c.shape(), options);
+    impl.own_workspace = AlignedBuffer::zeroed(impl.workspace_bytes);
+    impl.workspace = reinterpret_cast<std::byte*>(impl.own_workspace.data());
     test::poison_workspace(moe);
     return test::run(moe, c, data.inputs(c));
   }

@@ -43,13 +43,27 @@ struct MoeProblem {
   Activation activation;
 };
 
+/// Memory of the caller for a layer's intermediate results.
+struct WorkspaceView {
+  void* data = nullptr;
+  int64_t bytes = 0;
+};
+/// Every workspace starts at a multiple of this, in bytes.
+inline constexpr int64_t kWorkspaceAlignment = 256;
+
 struct MoeOptions {
   std::string backend;  // "" picks the best; a name forces one
   int num_threads = 0;  // CPU: 0 is the OpenMP default. No result depends on it.
   /// A token's output does not depend on the other tokens of the call, bit for bit. Always true
   /// on "reference", "cpu-scalar", "cpu-avx2" and "cpu-avx512-vnni". On "cpu-amx" it costs the
-  /// AMX unit, which adds in another order, and is off unless asked for.
+  /// AMX unit, which adds in another order, and is off unless asked for. On "cuda-sm90a" small
+  /// batches split their sums along K unless it is asked for, in a way fixed by the layer's sizes
+  /// and the number of tokens: the same batch always gives the same bits, another batch may not.
   bool batch_invariant = false;
+  /// On the device of the weights, at least workspace_bytes_for() bytes, aligned to
+  /// kWorkspaceAlignment. Layers whose forwards do not overlap may share it. Null: create()
+  /// allocates one for the layer.
+  WorkspaceView workspace{};
 };
 
 /// Inputs of one forward. T = hidden_states.shape[0] <= max_tokens.
@@ -76,16 +90,24 @@ Result<std::string> query_backend(const Device& device);
 /// One routed MoE layer, planned. Move-only; one forward at a time per object.
 class RoutedMoe {
  public:
-  /// Plans the layer and allocates its workspace.
+  /// Plans the layer and allocates its workspace, unless options.workspace is given.
   ///
   /// @param weights  must outlive this object; refreshing them in place is allowed between forwards.
   /// @return kInvalidArgument, kActivationMismatch, kUnsupported, kUnsupportedDevice, kTooLarge,
-  ///         kNotFound (backend name), kOutOfMemory.
+  ///         kNotFound (backend name), kOutOfMemory, kWorkspaceTooSmall, kMisaligned, kNullPointer
+  ///         and kDeviceMismatch (of options.workspace).
   static Result<RoutedMoe> create(const MoeProblem& problem,
                                   const ExpertWeights& weights,
                                   const MoeOptions& options = {});
 
-  /// Runs the layer.
+  /// Bytes that options.workspace must have for this layer; options.workspace itself is not read.
+  /// Fails as create() does.
+  static Result<int64_t> workspace_bytes_for(const MoeProblem& problem,
+                                             const ExpertWeights& weights,
+                                             const MoeOptions& options = {});
+
+  /// Runs the layer. On a CUDA device it enqueues on `stream` and returns; it allocates nothing,
+  /// waits for nothing, and may be captured in a CUDA graph.
   ///
   ///   out[i] = sum over slots s of probabilities[i, s] * expert(routing_map[i, s], hidden_states[i])
   ///
@@ -93,8 +115,8 @@ class RoutedMoe {
   ///             input. Rows [0, R) are fully overwritten, R = min(T, token_capacity) under
   ///             use_bounded_rows and T otherwise; later rows keep their content.
   /// @return kOk; kShapeMismatch, kInvalidShape, kInvalidDtype, kNotContiguous, kInvalidOutput,
-  ///         kInvalidArgument, kDeviceMismatch, kNullPointer, kMisaligned, kTooLarge. Nothing is
-  ///         written when a check fails.
+  ///         kInvalidArgument, kDeviceMismatch, kNullPointer, kMisaligned, kTooLarge; kDeviceError
+  ///         once the device failed, from then on always. Nothing is written when a check fails.
   /// @post   Same inputs, same bits. Allocates nothing.
   /// Source: docs/format.md section 6.
   Status forward(const MoeInputs& inputs, const TensorView& out, Stream stream = {});

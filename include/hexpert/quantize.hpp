@@ -21,18 +21,22 @@ struct FourOverSix {
 struct QuantizeOptions {
   std::optional<FourOverSix> four_over_six{};  // unset: the definition
   int num_threads = 0;                         // 0: the OpenMP default
+  Stream stream{};                             // of the device of the tensors
 };
 
-/// Quantizes activations online, one FP32 scale per token.
+/// Quantizes activations online, one FP32 scale per token. On a CUDA device it enqueues on
+/// options.stream and returns.
 ///
 ///   value(r, c) ~= e2m1(codes[r, c]) * e4m3(block_scales[r, c / 16]) * outer[r]
 ///
 /// @param hidden_states       [tokens, hidden_size] bf16; rows may be strided, columns not.
 /// @param padded_hidden_size  >= hidden_size, a multiple of 16. Columns past hidden_size are zero:
 ///                            code 0 and block scale 0x00 (0x7F in a row that holds a NaN).
-/// @param out                 rows = tokens, cols = padded_hidden_size, per_row = true.
+/// @param out                 rows = tokens, cols = padded_hidden_size, per_row = true; on the device of
+///                            hidden_states, where CUDA takes linear scales only.
 /// @return kOk; kInvalidShape, kInvalidDtype, kNotContiguous, kInvalidArgument, kNullPointer,
-///         kMisaligned, kDeviceMismatch.
+///         kMisaligned, kDeviceMismatch; kUnsupported (four_over_six, tiled scales on CUDA),
+///         kUnsupportedDevice, kDeviceError.
 /// @post   The same bytes on every backend and for every number of threads. A NaN poisons its own
 ///         row only: outer NaN, block scales 0x7F, codes 0. tokens == 0 succeeds.
 /// Source: docs/format.md sections 2 and 3.
@@ -43,7 +47,7 @@ Status quantize_tokens(const ConstTensorView& hidden_states,
 
 /// Quantizes one weight matrix with a single FP32 scale.
 ///
-/// @param matrix  [rows, cols] bf16, cols % 16 == 0; rows may be strided, columns not.
+/// @param matrix  [rows, cols] bf16 in host memory, cols % 16 == 0; rows may be strided, columns not.
 /// @param out     Same rows and cols, per_row = false, any scale layout. Padding bytes of a tiled
 ///                scale layout are written as 0x00.
 /// @return As quantize_tokens.

@@ -31,6 +31,8 @@ struct PrepareOptions {
   bool refuse_nonfinite =
       false;            // scan for NaN and infinity first: kNonFiniteWeights names the expert
   int num_threads = 0;  // 0: the OpenMP default
+  Device device{};      // where the weights live
+  Stream stream{};      // of that device: what prepare() enqueues on
 };
 
 /// The canonical arrangement: the bytes FlashInfer's routed NVFP4 module prepares. All buffers are
@@ -63,7 +65,8 @@ struct QuantizedExpert {
 ///
 /// Holds one copy only: 4.5 bits a weight plus padding. A refresh writes into the same memory: no
 /// address, shape or stride ever changes. Not synchronized: a refresh must be ordered against
-/// forwards by the caller.
+/// forwards by the caller. Functions without a stream wait for a CUDA device and take and give host
+/// memory.
 class ExpertWeights {
  public:
   /// Quantizes BF16 stacks.
@@ -71,9 +74,13 @@ class ExpertWeights {
   /// @param fc1_weight  [L, I, H] bf16 (squared ReLU), or [L, 2 I, H] (gated): rows 0..I-1 gate,
   ///                    I..2I-1 up. Packed.
   /// @param fc2_weight  [L, H, I] bf16, packed. I and H are taken from here.
+  /// Both on options.device, or in host memory: then they pass to a CUDA device one expert at a time.
   /// @return the weights; kInvalidShape, kInvalidDtype, kNotContiguous, kShapeMismatch,
-  ///         kNullPointer, kMisaligned, kNonFiniteWeights, kUnsupportedDevice, kOutOfMemory.
-  /// @post   Peak extra memory: a few kilobytes a thread.
+  ///         kNullPointer, kMisaligned, kDeviceMismatch, kNonFiniteWeights, kUnsupportedDevice,
+  ///         kOutOfMemory, kDeviceError.
+  /// @post   Peak extra memory: a few kilobytes a thread; on a CUDA device one expert where a stack
+  ///         is in host memory, nothing otherwise. With both stacks on a CUDA device the work is
+  ///         enqueued on options.stream and may still run when the call returns.
   /// Source: docs/format.md section 5.
   static Result<ExpertWeights> prepare(const ConstTensorView& fc1_weight,
                                        const ConstTensorView& fc2_weight,
@@ -84,8 +91,11 @@ class ExpertWeights {
                                         const PrepareOptions& options = {});
 
   /// Quantizes both stacks again, in place. Arguments as for prepare(); nothing is written unless
-  /// they fit shape(): kMetadataMismatch names the field and both values.
-  Status refresh(const ConstTensorView& fc1_weight, const ConstTensorView& fc2_weight);
+  /// they fit shape(): kMetadataMismatch names the field and both values. With both stacks on a
+  /// CUDA device it enqueues on `stream`, allocates nothing and may be captured in a CUDA graph.
+  Status refresh(const ConstTensorView& fc1_weight,
+                 const ConstTensorView& fc2_weight,
+                 Stream stream = {});
 
   /// Quantizes one expert in place: streaming, one expert in memory at a time.
   ///
@@ -94,7 +104,8 @@ class ExpertWeights {
   /// @param fc2_weight  [H, I] bf16, packed
   Status set_expert(int64_t expert,
                     const ConstTensorView& fc1_weight,
-                    const ConstTensorView& fc2_weight);
+                    const ConstTensorView& fc2_weight,
+                    Stream stream = {});
 
   /// Takes one expert that is already NVFP4, bytes and scales unchanged. Gate and up may have
   /// different alphas; both are kept. NaN-coded (0x7F, 0xFF) or negative block scales and
@@ -122,7 +133,7 @@ class ExpertWeights {
   Device device() const;
   /// Bytes held, alphas and padding included.
   int64_t size_bytes() const;
-  /// Name of the storage order: "cpu-tiles".
+  /// Name of the storage order: "cpu-tiles", "sm90-fragments".
   std::string_view layout_name() const;
 
   struct Storage;  // src/weights/storage.hpp

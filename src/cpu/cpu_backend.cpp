@@ -33,8 +33,10 @@ Support supports(const MoeProblem&, const ExpertShape&) {
 }
 
 template <Isa isa>
-int64_t workspace_bytes(const MoeProblem& problem, const ExpertShape& shape, int num_threads) {
-  return forward_workspace_bytes(engine<isa>(), problem, shape, num_threads);
+int64_t workspace_bytes(const MoeProblem& problem,
+                        const ExpertShape& shape,
+                        const MoeOptions& options) {
+  return forward_workspace_bytes(engine<isa>(), problem, shape, options.num_threads);
 }
 
 template <Isa isa>

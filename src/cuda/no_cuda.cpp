@@ -15,7 +15,8 @@ const Backend cuda_sm90a_backend = {
     .device = DeviceType::kCuda,
     .available = absent,
     .supports = [](const MoeProblem&, const ExpertShape&) { return absent(); },
-    .workspace_bytes = [](const MoeProblem&, const ExpertShape&, int) { return int64_t{0}; },
+    .workspace_bytes =
+        [](const MoeProblem&, const ExpertShape&, const MoeOptions&) { return int64_t{0}; },
     .describe = [](const MoeProblem&, const ExpertShape&, const MoeOptions&) -> std::string {
       return "absent";
     },

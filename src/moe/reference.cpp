@@ -280,8 +280,8 @@ const Backend reference_backend = {
     .available = [] { return Support::yes(); },
     .supports = [](const MoeProblem&, const ExpertShape&) { return Support::yes(); },
     .workspace_bytes =
-        [](const MoeProblem& problem, const ExpertShape& shape, int num_threads) {
-          return num_threads * reference::scratch_bytes(problem, shape);
+        [](const MoeProblem& problem, const ExpertShape& shape, const MoeOptions& options) {
+          return options.num_threads * reference::scratch_bytes(problem, shape);
         },
     .describe = [](const MoeProblem&, const ExpertShape&, const MoeOptions&) -> std::string {
       return "token by token, exact int64 sums";

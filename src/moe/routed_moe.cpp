@@ -115,7 +115,8 @@ Status check_packed(const Argument& a, ErrorCode code) {
   return Status::success();
 }
 
-Status check_memory(const Argument& a, const Device& device, int64_t alignment) {
+Status check_memory(const Argument& a, const RoutedMoe::Impl& impl, int64_t alignment) {
+  const Device& device = impl.device;
   if (!(a.view.device == device)) {
     return fail(ErrorCode::kDeviceMismatch,
                 "{}: expected memory of {}, got {}",
@@ -137,7 +138,8 @@ Status check_memory(const Argument& a, const Device& device, int64_t alignment) 
                 alignment,
                 a.view.data);
   }
-  return Status::success();
+  if (impl.backend->check_memory == nullptr) return Status::success();
+  return impl.backend->check_memory(a.name, a.view.data, device);
 }
 
 Status check_no_overlap(const Argument& out, const Argument& input) {
@@ -217,10 +219,10 @@ Status check_forward(const RoutedMoe::Impl& impl,
                 *inputs.token_capacity);
   }
 
-  HX_RETURN_IF_ERROR(check_memory(hidden, impl.device, kBaseAlignment));
-  HX_RETURN_IF_ERROR(check_memory(routing, impl.device, size_of(routing.view.dtype)));
-  HX_RETURN_IF_ERROR(check_memory(probabilities, impl.device, size_of(DType::kF32)));
-  HX_RETURN_IF_ERROR(check_memory(out, impl.device, kBaseAlignment));
+  HX_RETURN_IF_ERROR(check_memory(hidden, impl, kBaseAlignment));
+  HX_RETURN_IF_ERROR(check_memory(routing, impl, size_of(routing.view.dtype)));
+  HX_RETURN_IF_ERROR(check_memory(probabilities, impl, size_of(DType::kF32)));
+  HX_RETURN_IF_ERROR(check_memory(out, impl, kBaseAlignment));
   for (const Argument* input : {&hidden, &routing, &probabilities}) {
     HX_RETURN_IF_ERROR(check_no_overlap(out, *input));
   }
@@ -233,13 +235,18 @@ Status run_forward(RoutedMoe::Impl& impl,
                    const StageDump* dump,
                    Stream stream) {
   try {
+    if (!impl.broken.ok()) {
+      return fail(ErrorCode::kDeviceError,
+                  "this layer is broken since an earlier error of its device: {}",
+                  impl.broken.message());
+    }
     HX_RETURN_IF_ERROR(check_forward(impl, inputs, out));
     int64_t rows = inputs.hidden_states.shape[0];
     if (inputs.use_bounded_rows && inputs.token_capacity) {
       rows = std::min(rows, *inputs.token_capacity);
     }
     if (rows == 0) return Status::success();
-    return impl.backend->forward({
+    Status status = impl.backend->forward({
         .problem = &impl.problem,
         .weights = impl.weights,
         .hidden_states = inputs.hidden_states.as<uint16_t>(),
@@ -249,18 +256,22 @@ Status run_forward(RoutedMoe::Impl& impl,
         .rows = rows,
         .out = out.data,
         .out_is_f32 = out.dtype == DType::kF32,
-        .workspace = reinterpret_cast<std::byte*>(impl.workspace.data()),
+        .workspace = impl.workspace,
+        .plan = impl.plan.get(),
         .num_threads = impl.options.num_threads,
         .batch_invariant = impl.options.batch_invariant,
         .stream = stream,
         .dump = dump,
     });
+    if (status.code() == ErrorCode::kDeviceError) impl.broken = status;
+    return status;
   } catch (const std::bad_alloc&) {
     return {ErrorCode::kOutOfMemory, "forward"};
   }
 }
 
-Result<std::unique_ptr<RoutedMoe::Impl>> make_impl(const MoeProblem& problem,
+// Everything of a layer but its workspace and the backend's plan.
+Result<std::unique_ptr<RoutedMoe::Impl>> plan_impl(const MoeProblem& problem,
                                                    const ExpertWeights& weights,
                                                    const MoeOptions& options) {
   const ExpertShape& shape = weights.shape();
@@ -284,12 +295,75 @@ Result<std::unique_ptr<RoutedMoe::Impl>> make_impl(const MoeProblem& problem,
   impl->weights = &weights.storage();
   impl->device = weights.device();
   impl->backend = *backend;
-  impl->workspace_bytes = impl->backend->workspace_bytes(problem, shape, impl->options.num_threads);
-  impl->workspace = AlignedBuffer::zeroed(impl->workspace_bytes);
-  if (impl->workspace_bytes > 0 && !impl->workspace) {
-    return fail(ErrorCode::kOutOfMemory, "workspace: {} bytes", impl->workspace_bytes);
-  }
+  impl->workspace_bytes = impl->backend->workspace_bytes(problem, shape, impl->options);
   return impl;
+}
+
+// What the caller must give. The CPU kernels may read past the end of their buffers.
+int64_t caller_workspace_bytes(const RoutedMoe::Impl& impl) {
+  if (impl.workspace_bytes == 0 || impl.backend->allocate != nullptr) return impl.workspace_bytes;
+  return impl.workspace_bytes + AlignedBuffer::kSlackBytes;
+}
+
+Status take_workspace(RoutedMoe::Impl& impl, const WorkspaceView& given) {
+  const int64_t needed = caller_workspace_bytes(impl);
+  if (given.bytes < needed) {
+    return fail(ErrorCode::kWorkspaceTooSmall,
+                "workspace: expected at least {} bytes, got {}",
+                needed,
+                given.bytes);
+  }
+  if (needed == 0) return Status::success();
+  if (given.data == nullptr) {
+    return fail(
+        ErrorCode::kNullPointer, "workspace: expected {} bytes, got a null pointer", needed);
+  }
+  if (reinterpret_cast<uintptr_t>(given.data) % kWorkspaceAlignment != 0) {
+    return fail(ErrorCode::kMisaligned,
+                "workspace: expected an address aligned to {} bytes, got {}",
+                kWorkspaceAlignment,
+                given.data);
+  }
+  if (impl.backend->check_memory != nullptr) {
+    HX_RETURN_IF_ERROR(impl.backend->check_memory("workspace", given.data, impl.device));
+  }
+  impl.workspace = static_cast<std::byte*>(given.data);
+  return Status::success();
+}
+
+Status allocate_workspace(RoutedMoe::Impl& impl) {
+  if (impl.workspace_bytes == 0) return Status::success();
+  if (impl.backend->allocate != nullptr) {
+    Result<std::unique_ptr<Memory>> memory =
+        impl.backend->allocate(impl.workspace_bytes, impl.device);
+    if (!memory.ok()) return memory.status();
+    impl.own_device_workspace = *std::move(memory);
+    impl.workspace = impl.own_device_workspace->data();
+    return Status::success();
+  }
+  impl.own_workspace = AlignedBuffer::zeroed(impl.workspace_bytes);
+  if (!impl.own_workspace) {
+    return fail(ErrorCode::kOutOfMemory, "workspace: {} bytes", impl.workspace_bytes);
+  }
+  impl.workspace = reinterpret_cast<std::byte*>(impl.own_workspace.data());
+  return Status::success();
+}
+
+Result<std::unique_ptr<RoutedMoe::Impl>> make_impl(const MoeProblem& problem,
+                                                   const ExpertWeights& weights,
+                                                   const MoeOptions& options) {
+  Result<std::unique_ptr<RoutedMoe::Impl>> planned = plan_impl(problem, weights, options);
+  if (!planned.ok()) return planned;
+  RoutedMoe::Impl& impl = **planned;
+  const bool given = options.workspace.data != nullptr || options.workspace.bytes != 0;
+  HX_RETURN_IF_ERROR(given ? take_workspace(impl, options.workspace) : allocate_workspace(impl));
+  if (impl.backend->plan != nullptr) {
+    Result<std::unique_ptr<BackendPlan>> plan =
+        impl.backend->plan(problem, *impl.weights, impl.options, impl.workspace);
+    if (!plan.ok()) return plan.status();
+    impl.plan = *std::move(plan);
+  }
+  return planned;
 }
 
 }  // namespace
@@ -306,6 +380,18 @@ Result<RoutedMoe> RoutedMoe::create(const MoeProblem& problem,
   }
 }
 
+Result<int64_t> RoutedMoe::workspace_bytes_for(const MoeProblem& problem,
+                                               const ExpertWeights& weights,
+                                               const MoeOptions& options) {
+  try {
+    const Result<std::unique_ptr<Impl>> impl = plan_impl(problem, weights, options);
+    if (!impl.ok()) return impl.status();
+    return caller_workspace_bytes(**impl);
+  } catch (const std::bad_alloc&) {
+    return Status(ErrorCode::kOutOfMemory, "workspace_bytes_for");
+  }
+}
+
 Status RoutedMoe::forward(const MoeInputs& inputs, const TensorView& out, Stream stream) {
   return run_forward(*impl_, inputs, out, nullptr, stream);
 }
@@ -313,8 +399,9 @@ Status RoutedMoe::forward(const MoeInputs& inputs, const TensorView& out, Stream
 Status forward_with_dump(RoutedMoe& moe,
                          const MoeInputs& inputs,
                          const TensorView& out,
-                         const StageDump& dump) {
-  return run_forward(moe.impl(), inputs, out, &dump, {});
+                         const StageDump& dump,
+                         Stream stream) {
+  return run_forward(moe.impl(), inputs, out, &dump, stream);
 }
 
 std::string RoutedMoe::plan() const {

@@ -14,13 +14,18 @@ struct RoutedMoe::Impl {
   Device device;
   const Backend* backend = nullptr;
   int64_t workspace_bytes = 0;
-  AlignedBuffer workspace;
+  AlignedBuffer own_workspace;                   // of a CPU backend
+  std::unique_ptr<Memory> own_device_workspace;  // of another; both empty: the caller's
+  std::byte* workspace = nullptr;
+  std::unique_ptr<BackendPlan> plan;
+  Status broken;  // the first device error: its layer's later results cannot be trusted
 };
 
 // forward() that also copies the intermediate results.
 Status forward_with_dump(RoutedMoe& moe,
                          const MoeInputs& inputs,
                          const TensorView& out,
-                         const StageDump& dump);
+                         const StageDump& dump,
+                         Stream stream = {});
 
 }  // namespace hexpert

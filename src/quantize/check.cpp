@@ -30,7 +30,10 @@ Status check_pointer(const char* name, const void* pointer, int64_t bytes, int64
   return {};
 }
 
-Status check_bf16_matrix(const char* name, const ConstTensorView& view, bool rows_may_be_zero) {
+Status check_bf16_matrix(const char* name,
+                         const ConstTensorView& view,
+                         bool rows_may_be_zero,
+                         const Device& device) {
   if (view.rank != 2) {
     return {ErrorCode::kInvalidShape,
             fmt::format("{}: expected rank 2, got rank {}", name, view.rank)};
@@ -65,9 +68,11 @@ Status check_bf16_matrix(const char* name, const ConstTensorView& view, bool row
                         cols,
                         view.strides[0])};
   }
-  if (view.device != Device::cpu()) {
-    return {ErrorCode::kDeviceMismatch,
-            fmt::format("{}: expected memory of the cpu, got {}", name, to_string(view.device))};
+  if (view.device != device) {
+    return {
+        ErrorCode::kDeviceMismatch,
+        fmt::format(
+            "{}: expected memory of {}, got {}", name, to_string(device), to_string(view.device))};
   }
   return check_pointer(name, view.data, rows * cols * 2, kBf16Alignment);
 }

@@ -18,8 +18,11 @@ inline constexpr int64_t kNoAlignment = 1;
 // A pointer to `bytes` bytes: not null unless there are none, and aligned.
 Status check_pointer(const char* name, const void* pointer, int64_t bytes, int64_t alignment);
 
-// A BF16 matrix on the CPU with strided rows; no dimension of 0 unless `rows_may_be_zero`.
-Status check_bf16_matrix(const char* name, const ConstTensorView& view, bool rows_may_be_zero);
+// A BF16 matrix on `device` with strided rows; no dimension of 0 unless `rows_may_be_zero`.
+Status check_bf16_matrix(const char* name,
+                         const ConstTensorView& view,
+                         bool rows_may_be_zero,
+                         const Device& device = {});
 
 // rows * cols fits in 64 bits, cols is a multiple of 16, and the three pointers are there.
 Status check_nvfp4(const char* name, const ConstNvfp4View& view, bool aligned);

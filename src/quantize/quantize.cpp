@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "backend/backend.hpp"
 #include "cpu/float_environment.hpp"
 #include "cpu/kernels.hpp"
 #include "cpu/quantize_row.hpp"
@@ -135,13 +136,53 @@ FourOverSixScale scale_of(const QuantizeOptions& options, bool per_row, uint16_t
   return scale;
 }
 
+// The backend that quantizes tokens in memory of `device`.
+Result<const Backend*> device_quantizer(const Device& device) {
+  Result<const Backend*> backend = find_backend("", device);
+  if (backend.ok() && (*backend)->quantize_tokens == nullptr) {
+    return Status(ErrorCode::kUnsupportedDevice,
+                  fmt::format("hidden_states: {} does not quantize tokens", (*backend)->name));
+  }
+  return backend;
+}
+
+// On another device than the CPU; everything is checked but what only that device can tell.
+Status quantize_tokens_there(const ConstTensorView& hidden_states,
+                             const Nvfp4View& out,
+                             const QuantizeOptions& options) {
+  if (options.four_over_six.has_value()) {
+    return {ErrorCode::kUnsupported,
+            fmt::format("options.four_over_six: expected none on {}, only the cpu has it",
+                        to_string(hidden_states.device))};
+  }
+  if (out.scale_layout != ScaleLayout::kLinear) {
+    return {
+        ErrorCode::kUnsupported,
+        fmt::format("out.scale_layout: expected linear scales on {}, only the cpu writes others",
+                    to_string(hidden_states.device))};
+  }
+  const Result<const Backend*> backend = device_quantizer(hidden_states.device);
+  if (!backend.ok()) return backend.status();
+  if (hidden_states.shape[0] == 0) return {};
+  if ((*backend)->check_memory != nullptr) {
+    const auto check = [&](std::string_view name, const void* data) {
+      return (*backend)->check_memory(name, data, hidden_states.device);
+    };
+    HX_RETURN_IF_ERROR(check("hidden_states", hidden_states.data));
+    HX_RETURN_IF_ERROR(check("out.codes", out.codes));
+    HX_RETURN_IF_ERROR(check("out.block_scales", out.block_scales));
+    HX_RETURN_IF_ERROR(check("out.outer", out.outer));
+  }
+  return (*backend)->quantize_tokens(hidden_states, out, options.stream);
+}
+
 }  // namespace
 
 Status quantize_tokens(const ConstTensorView& hidden_states,
                        int64_t padded_hidden_size,
                        const Nvfp4View& out,
                        const QuantizeOptions& options) {
-  HX_RETURN_IF_ERROR(check_bf16_matrix("hidden_states", hidden_states, true));
+  HX_RETURN_IF_ERROR(check_bf16_matrix("hidden_states", hidden_states, true, hidden_states.device));
   if (padded_hidden_size < hidden_states.shape[1] || padded_hidden_size % kBlockSize != 0) {
     return {ErrorCode::kInvalidArgument,
             fmt::format("padded_hidden_size: expected a multiple of {} and at least {}, got {}",
@@ -151,6 +192,9 @@ Status quantize_tokens(const ConstTensorView& hidden_states,
   }
   HX_RETURN_IF_ERROR(check_options(options));
   HX_RETURN_IF_ERROR(check_out(out, hidden_states.shape[0], padded_hidden_size, true));
+  if (hidden_states.device != Device::cpu()) {
+    return quantize_tokens_there(hidden_states, out, options);
+  }
 
   const Source source = source_of(hidden_states);
   const cpu::Kernels& kernels = cpu::best_kernels();

@@ -159,125 +159,163 @@ Status require(const void* pointer, const char* name) {
   return {ErrorCode::kNullPointer, fmt::format("{}: must not be null", name)};
 }
 
+// The part of expert `e`.
+CanonicalWeights expert_part(const CanonicalWeights& all, const ExpertShape& shape, int64_t e) {
+  const int64_t hidden = shape.padded_hidden_size();
+  const int64_t fc1 = shape.canonical_fc1_rows() * hidden;
+  const int64_t fc2 = hidden * shape.padded_intermediate_size();
+  const auto advance = [e](auto* p, int64_t count) { return p == nullptr ? p : p + e * count; };
+  return {.fc1_data = advance(all.fc1_data, fc1 / 2),
+          .fc1_scale_swizzled = advance(all.fc1_scale_swizzled, fc1 / kBlockSize),
+          .fc1_alpha = advance(all.fc1_alpha, 1),
+          .fc1_gate_alpha = advance(all.fc1_gate_alpha, 1),
+          .fc2_data = advance(all.fc2_data, fc2 / 2),
+          .fc2_scale_swizzled = advance(all.fc2_scale_swizzled, fc2 / kBlockSize),
+          .fc2_alpha = advance(all.fc2_alpha, 1)};
+}
+
+// Expert `index` of the tiles.
+void export_expert(const ExpertWeights::Storage& s, int64_t index, const CanonicalWeights& out) {
+  const auto i = static_cast<size_t>(index);
+  const Matrix m1 = fc1_matrix(s);
+  const Matrix m2 = fc2_matrix(s);
+  if (out.fc1_data != nullptr || out.fc1_scale_swizzled != nullptr) {
+    export_matrix(
+        m1,
+        [&](int64_t r) { return fc1_place(s.shape, r); },
+        [&](const RowPlace& p) {
+          return s.fc1_expert(index) +
+                 fc1_group_of(s.shape, p.gate, p.row) * tiles::group_bytes(m1.tile_k);
+        },
+        [&](bool gate) { return gate ? s.fc1_gate_alpha[i] : s.fc1_up_alpha[i]; },
+        out.fc1_data,
+        out.fc1_scale_swizzled);
+  }
+  if (out.fc2_data != nullptr || out.fc2_scale_swizzled != nullptr) {
+    export_matrix(
+        m2,
+        [&](int64_t r) { return fc2_place(s.shape, r); },
+        [&](const RowPlace& p) {
+          return s.fc2_expert(index) + p.row / tiles::kGroupRows * tiles::group_bytes(m2.tile_k);
+        },
+        [&](bool) { return s.fc2_alpha[i]; },
+        out.fc2_data,
+        out.fc2_scale_swizzled);
+  }
+  if (out.fc1_alpha != nullptr) *out.fc1_alpha = s.fc1_up_alpha[i];
+  if (out.fc1_gate_alpha != nullptr) *out.fc1_gate_alpha = s.fc1_gate_alpha[i];
+  if (out.fc2_alpha != nullptr) *out.fc2_alpha = s.fc2_alpha[i];
+}
+
+Status check_canonical_expert(const ExpertWeights::Storage& s,
+                              int64_t expert,
+                              const CanonicalWeights& source) {
+  HX_RETURN_IF_ERROR(check_matrix(
+      fc1_matrix(s),
+      expert,
+      [&](int64_t r) { return fc1_place(s.shape, r); },
+      [&](bool gate) { return gate ? *source.fc1_gate_alpha : *source.fc1_alpha; },
+      source.fc1_data,
+      source.fc1_scale_swizzled));
+  return check_matrix(
+      fc2_matrix(s),
+      expert,
+      [&](int64_t r) { return fc2_place(s.shape, r); },
+      [&](bool) { return *source.fc2_alpha; },
+      source.fc2_data,
+      source.fc2_scale_swizzled);
+}
+
+// Into expert `index` of the tiles.
+void import_expert(ExpertWeights::Storage& s, int64_t index, const CanonicalWeights& source) {
+  import_matrix(
+      fc1_matrix(s),
+      s.fc1_rows / tiles::kGroupRows,
+      [&](int64_t group, int64_t n) {
+        const GroupSource g = fc1_group_source(s.shape, group);
+        if (!s.shape.gated) return g.first_row + n;
+        return layout::gated_row(g.gate, g.first_row + n, layout::kCanonicalInterleave);
+      },
+      source.fc1_data,
+      source.fc1_scale_swizzled,
+      s.fc1_expert(index));
+  import_matrix(
+      fc2_matrix(s),
+      s.hidden / tiles::kGroupRows,
+      [](int64_t group, int64_t n) { return group * tiles::kGroupRows + n; },
+      source.fc2_data,
+      source.fc2_scale_swizzled,
+      s.fc2_expert(index));
+  const auto i = static_cast<size_t>(index);
+  s.fc1_up_alpha[i] = *source.fc1_alpha;
+  s.fc1_gate_alpha[i] = *source.fc1_gate_alpha;
+  s.fc2_alpha[i] = *source.fc2_alpha;
+}
+
+// One alpha for up and gate rows of every expert, bit for bit.
+Status check_alphas_agree(const std::vector<float>& up, const std::vector<float>& gate) {
+  for (size_t e = 0; e < up.size(); ++e) {
+    if (std::bit_cast<uint32_t>(up[e]) == std::bit_cast<uint32_t>(gate[e])) continue;
+    return {ErrorCode::kUnsupported,
+            fmt::format("fc1_gate_alpha: expert {} has alpha {} for up and {} for gate rows, so "
+                        "fc1_alpha alone cannot hold both",
+                        e,
+                        up[e],
+                        gate[e])};
+  }
+  return {};
+}
+
 }  // namespace
 
 Status ExpertWeights::export_canonical(const CanonicalWeights& out) const {
   return without_bad_alloc([&]() -> Status {
     const Storage& s = *storage_;
-    const Matrix m1 = fc1_matrix(s);
-    const Matrix m2 = fc2_matrix(s);
-    if (out.fc1_gate_alpha == nullptr && out.fc1_alpha != nullptr && s.shape.gated) {
-      for (size_t e = 0; e < s.fc1_up_alpha.size(); ++e) {
-        if (std::bit_cast<uint32_t>(s.fc1_up_alpha[e]) !=
-            std::bit_cast<uint32_t>(s.fc1_gate_alpha[e])) {
-          return {
-              ErrorCode::kUnsupported,
-              fmt::format("fc1_gate_alpha: expert {} has alpha {} for up and {} for gate rows, so "
-                          "fc1_alpha alone cannot hold both",
-                          e,
-                          s.fc1_up_alpha[e],
-                          s.fc1_gate_alpha[e])};
-        }
-      }
+    const bool one_fc1_alpha =
+        s.shape.gated && out.fc1_alpha != nullptr && out.fc1_gate_alpha == nullptr;
+    if (!s.on_device) {
+      if (one_fc1_alpha) HX_RETURN_IF_ERROR(check_alphas_agree(s.fc1_up_alpha, s.fc1_gate_alpha));
+      for (int64_t e = 0; e < s.shape.num_local_experts; ++e)
+        export_expert(s, e, expert_part(out, s.shape, e));
+      return {};
     }
+    if (one_fc1_alpha) {
+      const auto experts = static_cast<size_t>(s.shape.num_local_experts);
+      std::vector<float> up(experts), gate(experts), down(experts);
+      HX_RETURN_IF_ERROR(s.on_device->read_alphas(up.data(), gate.data(), down.data()));
+      HX_RETURN_IF_ERROR(check_alphas_agree(up, gate));
+    }
+    const std::unique_ptr<Storage> one = tiles_of_one_expert(s);
     for (int64_t e = 0; e < s.shape.num_local_experts; ++e) {
-      const auto index = static_cast<size_t>(e);
-      if (out.fc1_data != nullptr || out.fc1_scale_swizzled != nullptr) {
-        export_matrix(
-            m1,
-            [&](int64_t r) { return fc1_place(s.shape, r); },
-            [&](const RowPlace& p) {
-              return s.fc1_expert(e) +
-                     fc1_group_of(s.shape, p.gate, p.row) * tiles::group_bytes(m1.tile_k);
-            },
-            [&](bool gate) { return gate ? s.fc1_gate_alpha[index] : s.fc1_up_alpha[index]; },
-            out.fc1_data == nullptr ? nullptr : out.fc1_data + e * m1.rows * (m1.cols / 2),
-            out.fc1_scale_swizzled == nullptr
-                ? nullptr
-                : out.fc1_scale_swizzled + e * m1.rows * (m1.cols / 16));
-      }
-      if (out.fc2_data != nullptr || out.fc2_scale_swizzled != nullptr) {
-        export_matrix(
-            m2,
-            [&](int64_t r) { return fc2_place(s.shape, r); },
-            [&](const RowPlace& p) {
-              return s.fc2_expert(e) + p.row / tiles::kGroupRows * tiles::group_bytes(m2.tile_k);
-            },
-            [&](bool) { return s.fc2_alpha[index]; },
-            out.fc2_data == nullptr ? nullptr : out.fc2_data + e * m2.rows * (m2.cols / 2),
-            out.fc2_scale_swizzled == nullptr
-                ? nullptr
-                : out.fc2_scale_swizzled + e * m2.rows * (m2.cols / 16));
-      }
-      if (out.fc1_alpha != nullptr) out.fc1_alpha[e] = s.fc1_up_alpha[index];
-      if (out.fc1_gate_alpha != nullptr) out.fc1_gate_alpha[e] = s.fc1_gate_alpha[index];
-      if (out.fc2_alpha != nullptr) out.fc2_alpha[e] = s.fc2_alpha[index];
+      HX_RETURN_IF_ERROR(s.on_device->read_expert(e, *one));
+      export_expert(*one, 0, expert_part(out, s.shape, e));
     }
     return {};
   });
 }
 
-Status ExpertWeights::import_canonical(const CanonicalWeights& source) {
+Status ExpertWeights::import_canonical(const CanonicalWeights& given) {
   return without_bad_alloc([&]() -> Status {
-    HX_RETURN_IF_ERROR(require(source.fc1_data, "fc1_data"));
-    HX_RETURN_IF_ERROR(require(source.fc1_scale_swizzled, "fc1_scale_swizzled"));
-    HX_RETURN_IF_ERROR(require(source.fc1_alpha, "fc1_alpha"));
-    HX_RETURN_IF_ERROR(require(source.fc2_data, "fc2_data"));
-    HX_RETURN_IF_ERROR(require(source.fc2_scale_swizzled, "fc2_scale_swizzled"));
-    HX_RETURN_IF_ERROR(require(source.fc2_alpha, "fc2_alpha"));
+    HX_RETURN_IF_ERROR(require(given.fc1_data, "fc1_data"));
+    HX_RETURN_IF_ERROR(require(given.fc1_scale_swizzled, "fc1_scale_swizzled"));
+    HX_RETURN_IF_ERROR(require(given.fc1_alpha, "fc1_alpha"));
+    HX_RETURN_IF_ERROR(require(given.fc2_data, "fc2_data"));
+    HX_RETURN_IF_ERROR(require(given.fc2_scale_swizzled, "fc2_scale_swizzled"));
+    HX_RETURN_IF_ERROR(require(given.fc2_alpha, "fc2_alpha"));
+    CanonicalWeights source = given;
+    if (source.fc1_gate_alpha == nullptr) source.fc1_gate_alpha = source.fc1_alpha;
     Storage& s = *storage_;
-    const Matrix m1 = fc1_matrix(s);
-    const Matrix m2 = fc2_matrix(s);
-    const float* gate_alpha =
-        source.fc1_gate_alpha != nullptr ? source.fc1_gate_alpha : source.fc1_alpha;
-    const auto fc1_data = [&](int64_t e) { return source.fc1_data + e * m1.rows * (m1.cols / 2); };
-    const auto fc1_scales = [&](int64_t e) {
-      return source.fc1_scale_swizzled + e * m1.rows * (m1.cols / 16);
-    };
-    const auto fc2_data = [&](int64_t e) { return source.fc2_data + e * m2.rows * (m2.cols / 2); };
-    const auto fc2_scales = [&](int64_t e) {
-      return source.fc2_scale_swizzled + e * m2.rows * (m2.cols / 16);
-    };
-    for (int64_t e = 0; e < s.shape.num_local_experts; ++e) {
-      HX_RETURN_IF_ERROR(check_matrix(
-          m1,
-          e,
-          [&](int64_t r) { return fc1_place(s.shape, r); },
-          // NOLINTNEXTLINE(clang-analyzer-core.NullDereference): required above
-          [&](bool gate) { return gate ? gate_alpha[e] : source.fc1_alpha[e]; },
-          fc1_data(e),
-          fc1_scales(e)));
-      HX_RETURN_IF_ERROR(check_matrix(
-          m2,
-          e,
-          [&](int64_t r) { return fc2_place(s.shape, r); },
-          [&](bool) { return source.fc2_alpha[e]; },
-          fc2_data(e),
-          fc2_scales(e)));
+    for (int64_t e = 0; e < s.shape.num_local_experts; ++e)
+      HX_RETURN_IF_ERROR(check_canonical_expert(s, e, expert_part(source, s.shape, e)));
+    if (!s.on_device) {
+      for (int64_t e = 0; e < s.shape.num_local_experts; ++e)
+        import_expert(s, e, expert_part(source, s.shape, e));
+      return {};
     }
+    const std::unique_ptr<Storage> one = tiles_of_one_expert(s);
     for (int64_t e = 0; e < s.shape.num_local_experts; ++e) {
-      import_matrix(
-          m1,
-          s.fc1_rows / tiles::kGroupRows,
-          [&](int64_t group, int64_t n) {
-            const GroupSource g = fc1_group_source(s.shape, group);
-            if (!s.shape.gated) return g.first_row + n;
-            return layout::gated_row(g.gate, g.first_row + n, layout::kCanonicalInterleave);
-          },
-          fc1_data(e),
-          fc1_scales(e),
-          s.fc1_expert(e));
-      import_matrix(
-          m2,
-          s.hidden / tiles::kGroupRows,
-          [](int64_t group, int64_t n) { return group * tiles::kGroupRows + n; },
-          fc2_data(e),
-          fc2_scales(e),
-          s.fc2_expert(e));
-      const auto index = static_cast<size_t>(e);
-      s.fc1_up_alpha[index] = source.fc1_alpha[e];
-      s.fc1_gate_alpha[index] = gate_alpha[e];
-      s.fc2_alpha[index] = source.fc2_alpha[e];
+      import_expert(*one, 0, expert_part(source, s.shape, e));
+      HX_RETURN_IF_ERROR(s.on_device->write_expert(e, *one));
     }
     return {};
   });
@@ -290,12 +328,18 @@ Status ExpertWeights::export_projection(int64_t expert,
                                         float* alpha) const {
   return without_bad_alloc([&]() -> Status {
     HX_RETURN_IF_ERROR(check_expert(expert));
-    const Storage& s = *storage_;
-    if (projection == Projection::kGate && !s.shape.gated) {
+    if (projection == Projection::kGate && !shape().gated) {
       return {ErrorCode::kInvalidArgument, "projection: these weights have no gate"};
     }
     HX_RETURN_IF_ERROR(require(codes, "codes"));
     HX_RETURN_IF_ERROR(require(block_scales, "block_scales"));
+    std::unique_ptr<Storage> one;
+    if (storage_->on_device) {
+      one = tiles_of_one_expert(*storage_);
+      HX_RETURN_IF_ERROR(storage_->on_device->read_expert(expert, *one));
+    }
+    const Storage& s = one ? *one : *storage_;
+    const int64_t index = one ? 0 : expert;
     const bool down = projection == Projection::kDown;
     const bool gate = projection == Projection::kGate;
     const Matrix m = down ? fc2_matrix(s) : fc1_matrix(s);
@@ -305,7 +349,7 @@ Status ExpertWeights::export_projection(int64_t expert,
     std::vector<uint8_t> row_scales(static_cast<size_t>(m.tile_k / kBlockSize));
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t group = down ? r / tiles::kGroupRows : fc1_group_of(s.shape, gate, r);
-      const uint8_t* matrix = down ? s.fc2_expert(expert) : s.fc1_expert(expert);
+      const uint8_t* matrix = down ? s.fc2_expert(index) : s.fc1_expert(index);
       read_row(matrix + group * tiles::group_bytes(m.tile_k),
                r % tiles::kGroupRows,
                m.tile_k,
@@ -315,8 +359,8 @@ Status ExpertWeights::export_projection(int64_t expert,
       std::memcpy(block_scales + r * blocks, row_scales.data(), static_cast<size_t>(blocks));
     }
     if (alpha != nullptr) {
-      const auto index = static_cast<size_t>(expert);
-      *alpha = down ? s.fc2_alpha[index] : gate ? s.fc1_gate_alpha[index] : s.fc1_up_alpha[index];
+      const auto i = static_cast<size_t>(index);
+      *alpha = down ? s.fc2_alpha[i] : gate ? s.fc1_gate_alpha[i] : s.fc1_up_alpha[i];
     }
     return {};
   });

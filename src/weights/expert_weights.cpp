@@ -24,7 +24,20 @@ int threads_of(int num_threads) {
   return num_threads > 0 ? num_threads : omp_get_max_threads();
 }
 
-Status check_stack(const char* name, const ConstTensorView& view, int rank) {
+// Where the stacks of some weights may lie.
+struct Place {
+  Device device;
+  Status (*check_memory)(std::string_view, const void*, const Device&) = nullptr;
+};
+
+Result<Place> place_of(const Device& device) {
+  if (device == Device::cpu()) return Place{};
+  Result<const Backend*> backend = find_backend("", device);
+  if (!backend.ok()) return backend.status();
+  return Place{device, (*backend)->check_memory};
+}
+
+Status check_stack(const char* name, const ConstTensorView& view, int rank, const Place& place) {
   if (view.rank != rank) {
     return {ErrorCode::kInvalidShape,
             fmt::format("{}: expected rank {}, got {}", name, rank, describe(view))};
@@ -43,9 +56,12 @@ Status check_stack(const char* name, const ConstTensorView& view, int rank) {
   if (!view.is_contiguous()) {
     return {ErrorCode::kNotContiguous, fmt::format("{}: expected a packed row-major tensor", name)};
   }
-  if (view.device.type != DeviceType::kCpu) {
+  if (view.device != Device::cpu() && view.device != place.device) {
     return {ErrorCode::kDeviceMismatch,
-            fmt::format("{}: expected memory of cpu, got {}", name, to_string(view.device))};
+            fmt::format("{}: expected memory of {}, got {}",
+                        name,
+                        to_string(place.device),
+                        to_string(view.device))};
   }
   if (view.data == nullptr) {
     return {ErrorCode::kNullPointer, fmt::format("{}: data is null", name)};
@@ -54,13 +70,19 @@ Status check_stack(const char* name, const ConstTensorView& view, int rank) {
     return {ErrorCode::kMisaligned,
             fmt::format("{}: address {} is not a multiple of 16 bytes", name, view.data)};
   }
-  return {};
+  if (view.device == Device::cpu() || place.check_memory == nullptr) return {};
+  return place.check_memory(name, view.data, place.device);
 }
 
 // Reads the sizes off two stacks (rank 3) or one expert's matrices (rank 2).
-Result<ExpertShape> shape_of(const ConstTensorView& fc1, const ConstTensorView& fc2, int rank) {
-  HX_RETURN_IF_ERROR(check_stack("fc1_weight", fc1, rank));
-  HX_RETURN_IF_ERROR(check_stack("fc2_weight", fc2, rank));
+Result<ExpertShape> shape_of(const ConstTensorView& fc1,
+                             const ConstTensorView& fc2,
+                             int rank,
+                             const Device& device) {
+  const Result<Place> place = place_of(device);
+  if (!place.ok()) return place.status();
+  HX_RETURN_IF_ERROR(check_stack("fc1_weight", fc1, rank, *place));
+  HX_RETURN_IF_ERROR(check_stack("fc2_weight", fc2, rank, *place));
   const int64_t* d1 = fc1.shape + (rank - 2);
   const int64_t* d2 = fc2.shape + (rank - 2);
   ExpertShape shape;
@@ -216,7 +238,9 @@ Status check_finite(
 Status quantize_stacks(ExpertWeights::Storage& s,
                        const ConstTensorView& fc1,
                        const ConstTensorView& fc2,
-                       bool refuse_nonfinite) {
+                       bool refuse_nonfinite,
+                       Stream stream) {
+  if (s.on_device) return s.on_device->quantize(fc1, fc2, refuse_nonfinite, stream);
   const int64_t experts = s.shape.num_local_experts;
   const int64_t fc1_elements = fc1.num_elements() / experts;
   const int64_t fc2_elements = fc2.num_elements() / experts;
@@ -288,7 +312,58 @@ void store_projection(const QuantizedProjection& p,
   }
 }
 
+void store_quantized_expert(ExpertWeights::Storage& s,
+                            int64_t expert,
+                            const QuantizedExpert& source) {
+  const int64_t hidden = s.shape.hidden_size;
+  const int64_t intermediate = s.shape.intermediate_size;
+  const auto fc1_group = [&](bool gate) {
+    return [&s, gate](int64_t row) { return fc1_group_of(s.shape, gate, row); };
+  };
+  uint8_t* fc1 = s.fc1_expert(expert);
+  const auto index = static_cast<size_t>(expert);
+  store_projection(
+      source.up, intermediate, hidden, s.intermediate, s.hidden, fc1, fc1_group(false));
+  s.fc1_up_alpha[index] = source.up.alpha;
+  s.fc1_gate_alpha[index] = source.up.alpha;
+  if (s.shape.gated) {
+    store_projection(
+        source.gate, intermediate, hidden, s.intermediate, s.hidden, fc1, fc1_group(true));
+    s.fc1_gate_alpha[index] = source.gate.alpha;
+  }
+  store_projection(source.down,
+                   hidden,
+                   intermediate,
+                   s.hidden,
+                   s.intermediate,
+                   s.fc2_expert(expert),
+                   [](int64_t row) { return row / tiles::kGroupRows; });
+  s.fc2_alpha[index] = source.down.alpha;
+}
+
 }  // namespace
+
+std::unique_ptr<ExpertWeights::Storage> tiles_of_one_expert(const ExpertWeights::Storage& s) {
+  ExpertShape shape = s.shape;
+  shape.num_local_experts = 1;
+  auto one = std::make_unique<ExpertWeights::Storage>(shape, s.num_threads);
+  if (!one->allocate_tiles()) throw std::bad_alloc();
+  return one;
+}
+
+bool ExpertWeights::Storage::allocate_tiles() {
+  const double wanted =
+      static_cast<double>(shape.num_local_experts) * static_cast<double>(fc1_bytes + fc2_bytes);
+  if (wanted < 1e15) {
+    fc1 = AlignedBuffer::zeroed(shape.num_local_experts * fc1_bytes);
+    fc2 = AlignedBuffer::zeroed(shape.num_local_experts * fc2_bytes);
+  }
+  const auto experts = static_cast<size_t>(shape.num_local_experts);
+  fc1_up_alpha.assign(experts, 1.0F);
+  fc1_gate_alpha.assign(experts, 1.0F);
+  fc2_alpha.assign(experts, 1.0F);
+  return fc1 && fc2;
+}
 
 ExpertWeights::ExpertWeights(std::unique_ptr<Storage> storage) : storage_(std::move(storage)) {}
 ExpertWeights::ExpertWeights(ExpertWeights&&) noexcept = default;
@@ -308,31 +383,20 @@ Result<ExpertWeights> ExpertWeights::allocate(const ExpertShape& shape,
                               shape.hidden_size,
                               shape.intermediate_size));
   }
-  Result<const Backend*> backend = find_backend(options.backend, Device::cpu());
+  Result<const Backend*> backend = find_backend(options.backend, options.device);
   if (!backend.ok()) return backend.status();
   return without_bad_alloc([&]() -> Result<ExpertWeights> {
-    auto s = std::make_unique<Storage>();
-    s->shape = shape;
-    s->num_threads = options.num_threads;
-    s->hidden = round_up(shape.hidden_size, tiles::kSizeMultiple);
-    s->intermediate = round_up(shape.intermediate_size, tiles::kSizeMultiple);
-    s->fc1_rows = s->intermediate * (shape.gated ? 2 : 1);
-    s->fc1_bytes = tiles::matrix_bytes(s->fc1_rows, s->hidden);
-    s->fc2_bytes = tiles::matrix_bytes(s->hidden, s->intermediate);
-    const double wanted = static_cast<double>(shape.num_local_experts) *
-                          static_cast<double>(s->fc1_bytes + s->fc2_bytes);
-    if (wanted < 1e15) {
-      s->fc1 = AlignedBuffer::zeroed(shape.num_local_experts * s->fc1_bytes);
-      s->fc2 = AlignedBuffer::zeroed(shape.num_local_experts * s->fc2_bytes);
-    }
-    if (!s->fc1 || !s->fc2) {
+    auto s = std::make_unique<Storage>(shape, options.num_threads);
+    if ((*backend)->allocate_weights != nullptr) {
+      Result<std::unique_ptr<DeviceWeights>> made = (*backend)->allocate_weights(shape, options);
+      if (!made.ok()) return made.status();
+      s->on_device = *std::move(made);
+    } else if (!s->allocate_tiles()) {
+      const double wanted = static_cast<double>(shape.num_local_experts) *
+                            static_cast<double>(s->fc1_bytes + s->fc2_bytes);
       return Status(ErrorCode::kOutOfMemory,
                     fmt::format("weights: {:.3f} GB could not be allocated", wanted * 1e-9));
     }
-    const auto experts = static_cast<size_t>(shape.num_local_experts);
-    s->fc1_up_alpha.assign(experts, 1.0F);
-    s->fc1_gate_alpha.assign(experts, 1.0F);
-    s->fc2_alpha.assign(experts, 1.0F);
     return ExpertWeights(std::move(s));
   });
 }
@@ -341,35 +405,40 @@ Result<ExpertWeights> ExpertWeights::prepare(const ConstTensorView& fc1_weight,
                                              const ConstTensorView& fc2_weight,
                                              const PrepareOptions& options) {
   return without_bad_alloc([&]() -> Result<ExpertWeights> {
-    const Result<ExpertShape> shape = shape_of(fc1_weight, fc2_weight, 3);
+    const Result<ExpertShape> shape = shape_of(fc1_weight, fc2_weight, 3, options.device);
     if (!shape.ok()) return shape.status();
     Result<ExpertWeights> weights = allocate(*shape, options);
     if (!weights.ok()) return weights;
-    HX_RETURN_IF_ERROR(
-        quantize_stacks(*weights->storage_, fc1_weight, fc2_weight, options.refuse_nonfinite));
+    HX_RETURN_IF_ERROR(quantize_stacks(
+        *weights->storage_, fc1_weight, fc2_weight, options.refuse_nonfinite, options.stream));
     return weights;
   });
 }
 
 Status ExpertWeights::refresh(const ConstTensorView& fc1_weight,
-                              const ConstTensorView& fc2_weight) {
+                              const ConstTensorView& fc2_weight,
+                              Stream stream) {
   return without_bad_alloc([&]() -> Status {
-    const Result<ExpertShape> given = shape_of(fc1_weight, fc2_weight, 3);
+    const Result<ExpertShape> given = shape_of(fc1_weight, fc2_weight, 3, device());
     if (!given.ok()) return given.status();
     HX_RETURN_IF_ERROR(check_same(shape(), *given));
-    return quantize_stacks(*storage_, fc1_weight, fc2_weight, false);
+    return quantize_stacks(*storage_, fc1_weight, fc2_weight, false, stream);
   });
 }
 
 Status ExpertWeights::set_expert(int64_t expert,
                                  const ConstTensorView& fc1_weight,
-                                 const ConstTensorView& fc2_weight) {
+                                 const ConstTensorView& fc2_weight,
+                                 Stream stream) {
   return without_bad_alloc([&]() -> Status {
     HX_RETURN_IF_ERROR(check_expert(expert));
-    Result<ExpertShape> given = shape_of(fc1_weight, fc2_weight, 2);
+    Result<ExpertShape> given = shape_of(fc1_weight, fc2_weight, 2, device());
     if (!given.ok()) return given.status();
     given->num_local_experts = shape().num_local_experts;
     HX_RETURN_IF_ERROR(check_same(shape(), *given));
+    if (storage_->on_device) {
+      return storage_->on_device->set_expert(expert, fc1_weight, fc2_weight, stream);
+    }
     quantize_expert(*storage_, expert, fc1_weight.as<uint16_t>(), fc2_weight.as<uint16_t>());
     return {};
   });
@@ -387,29 +456,13 @@ Status ExpertWeights::set_quantized_expert(int64_t expert, const QuantizedExpert
     HX_RETURN_IF_ERROR(check_projection(source.down, "down", expert, hidden, intermediate));
 
     Storage& s = *storage_;
-    const auto fc1_group = [&](bool gate) {
-      return [&s, gate](int64_t row) { return fc1_group_of(s.shape, gate, row); };
-    };
-    uint8_t* fc1 = s.fc1_expert(expert);
-    const auto index = static_cast<size_t>(expert);
-    store_projection(
-        source.up, intermediate, hidden, s.intermediate, s.hidden, fc1, fc1_group(false));
-    s.fc1_up_alpha[index] = source.up.alpha;
-    s.fc1_gate_alpha[index] = source.up.alpha;
-    if (s.shape.gated) {
-      store_projection(
-          source.gate, intermediate, hidden, s.intermediate, s.hidden, fc1, fc1_group(true));
-      s.fc1_gate_alpha[index] = source.gate.alpha;
+    if (!s.on_device) {
+      store_quantized_expert(s, expert, source);
+      return {};
     }
-    store_projection(source.down,
-                     hidden,
-                     intermediate,
-                     s.hidden,
-                     s.intermediate,
-                     s.fc2_expert(expert),
-                     [](int64_t row) { return row / tiles::kGroupRows; });
-    s.fc2_alpha[index] = source.down.alpha;
-    return {};
+    const std::unique_ptr<Storage> one = tiles_of_one_expert(s);
+    store_quantized_expert(*one, 0, source);
+    return s.on_device->write_expert(expert, *one);
   });
 }
 
@@ -423,12 +476,13 @@ const ExpertShape& ExpertWeights::shape() const {
   return storage_->shape;
 }
 Device ExpertWeights::device() const {
-  return Device::cpu();
+  return storage_->on_device ? storage_->on_device->device() : Device::cpu();
 }
 std::string_view ExpertWeights::layout_name() const {
-  return "cpu-tiles";
+  return storage_->on_device ? storage_->on_device->layout_name() : "cpu-tiles";
 }
 int64_t ExpertWeights::size_bytes() const {
+  if (storage_->on_device) return storage_->on_device->size_bytes();
   const int64_t alphas = 3 * static_cast<int64_t>(sizeof(float)) * shape().num_local_experts;
   return storage_->fc1.size() + storage_->fc2.size() + alphas;
 }
