@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "cuda/fragment_weights.hpp"
+#include "cuda/launch_options.hpp"
 
 namespace hexpert::cuda {
 
@@ -39,5 +40,6 @@ struct QuantizeTokens {
   uint16_t* operand = nullptr;      // [rows, padded_cols] fp16, e2m1 * e4m3 exactly
 };
 cudaError_t quantize_tokens(const QuantizeTokens& args, cudaStream_t stream);
+cudaError_t quantize_tokens(const QuantizeTokens& args, const LaunchOptions& options);
 
 }  // namespace hexpert::cuda

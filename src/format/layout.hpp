@@ -183,6 +183,12 @@ HX_HOST_DEVICE constexpr int64_t fragment_row(int64_t row) {
 HX_HOST_DEVICE constexpr int64_t gated_fragment_row(bool gate, int64_t feature) {
   return gated_row(gate, feature, 8);
 }
+// The inverse of fragment_row().
+HX_HOST_DEVICE constexpr int64_t row_of_fragment(int64_t fragment) {
+  return fragment / kSlabRows * kSlabRows + fragment % 8 / 2 * 4 + fragment % 2 +
+         (fragment % kSlabRows >= 8 ? 2 : 0);
+}
+static_assert(row_of_fragment(fragment_row(7)) == 7 && row_of_fragment(fragment_row(26)) == 26);
 static_assert(fragment_row(0) == 0 && fragment_row(3) == 9 && fragment_row(4) == 2);
 static_assert(fragment_row(15) == 15 && fragment_row(18) == 24);
 static_assert(word_offset(0, 0, 64) == 0 && word_offset(1, 2, 64) == 80);

@@ -7,24 +7,6 @@
 namespace hexpert {
 namespace {
 
-// value * sigmoid(v). Where exp(-v) overflows the product is zero, also for an infinite value.
-double times_sigmoid(double value, double v) {
-  const double sigmoid = 1.0 / (1.0 + std::exp(-v));
-  return sigmoid == 0 ? std::copysign(0.0, value) : value * sigmoid;
-}
-
-// 0.5 g (1 + tanh(x)) is g sigmoid(2 x), which does not cancel for negative x.
-double gelu_tanh(double g) {
-  return times_sigmoid(g, 2.0 * 0.7978845608 * (g + 0.044715 * g * g * g));
-}
-
-double clamp_above(double v, double limit) {
-  return v > limit ? limit : v;
-}
-double clamp_below(double v, double limit) {
-  return v < limit ? limit : v;
-}
-
 bool is_finite_positive(float v) {
   return std::isfinite(v) && v > 0;
 }
@@ -84,36 +66,6 @@ std::string_view to_string(ActivationType type) {
 
 bool is_gated(ActivationType type) {
   return type != ActivationType::kSquaredRelu;
-}
-
-double activate(const Activation& activation, float up, float gate) {
-  const double u = up;
-  const double g = gate;
-  switch (activation.type) {
-    case ActivationType::kSquaredRelu: {
-      const double r = u < 0 ? 0.0 : u;
-      return r * r;
-    }
-    case ActivationType::kSwiGlu:
-      return times_sigmoid(g, g) * u;
-    case ActivationType::kSwiGluOai: {
-      const double limit = activation.limit;
-      const double clamped_gate = clamp_above(g, limit);
-      const double clamped_up = clamp_below(clamp_above(u, limit), -limit);
-      return times_sigmoid(clamped_gate, activation.alpha * clamped_gate) *
-             (clamped_up + activation.beta);
-    }
-    case ActivationType::kGeGluTanh:
-      return gelu_tanh(g) * u;
-    case ActivationType::kSiTu: {
-      const double b = activation.situ_b;
-      const double soft_gate = times_sigmoid(b * std::tanh(g / b), g);
-      if (!activation.situ_c) return soft_gate * u;
-      const double c = *activation.situ_c;
-      return soft_gate * (c * std::tanh(u / c));
-    }
-  }
-  return std::nan("");
 }
 
 Status validate_activation(const Activation& activation, bool weights_are_gated) {

@@ -1,0 +1,35 @@
+// Activations in FP32, with relative error below 2^-20.
+#pragma once
+
+#include <cstdint>
+
+namespace hexpert::cuda {
+
+__device__ __forceinline__ float squared_relu(float z) {
+  const float r = z < 0 ? 0.0F : z;  // NaN stays
+  return __fmul_rn(r, r);
+}
+
+// g sigmoid(g) u from z = exp(-|g|): g / (1 + z), or g z / (1 + z) for a negative g.
+__device__ __forceinline__ float swiglu(float g, float u) {
+  const float gate = g < -200.0F ? -200.0F : g;  // zero for every FP32 u
+  // There z comes near the smallest FP32 numbers while a large u may lift the product: it is taken
+  // as the square of 2^-24 times an ordinary number.
+  const bool far = gate < -80.0F;
+  const float x = far ? __fmul_rn(-0.5F, gate) : fminf(fabsf(gate), 200.0F);
+  constexpr float kLog2e = 1.44269502F;
+  constexpr float kLog2eRest = 1.92596303e-8F;
+  const float exponent = __fmul_rn(x, -kLog2e);
+  const float rest = __fmaf_rn(x, -kLog2eRest, __fmaf_rn(x, -kLog2e, -exponent));
+  float z;
+  asm("ex2.approx.f32 %0, %1;" : "=f"(z) : "f"(far ? __fadd_rn(exponent, 24.0F) : exponent));
+  z = __fmaf_rn(z, __fmul_rn(rest, 0.693147182F), z);
+  if (far) return __fmul_rn(__fmul_rn(__fmul_rn(gate, z), __fmul_rn(u, 0x1p-48F)), z);
+  const float denominator = __fadd_rn(1.0F, z);
+  float inverse;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(denominator));
+  inverse = __fmaf_rn(inverse, __fmaf_rn(-denominator, inverse, 1.0F), inverse);
+  return __fmul_rn(__fmul_rn(gate < 0 ? __fmul_rn(gate, z) : gate, inverse), u);
+}
+
+}  // namespace hexpert::cuda

@@ -1,0 +1,118 @@
+#include "cuda/combine.hpp"
+#include "cuda/ptx.cuh"
+#include "format/codec.hpp"
+#include "format/layout.hpp"
+
+namespace hexpert::cuda {
+namespace {
+
+namespace fragments = layout::sm90_fragments;
+
+constexpr int kThreads = 128;
+constexpr int kColumns = 8;  // a thread, consecutive
+
+struct Columns {
+  float values[kColumns];
+};
+
+__device__ __forceinline__ Columns load_bf16(const uint16_t* from) {
+  const uint4 v = *reinterpret_cast<const uint4*>(from);
+  const uint32_t pairs[4] = {v.x, v.y, v.z, v.w};
+  Columns y;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    y.values[2 * i] = __uint_as_float(pairs[i] << 16);
+    y.values[2 * i + 1] = __uint_as_float(pairs[i] & 0xFFFF0000U);
+  }
+  return y;
+}
+
+__device__ __forceinline__ Columns load_partial(const Combine& args, int64_t row, int64_t col) {
+  const Combine::Partial& partial = args.partial;
+  const float scale = __fmul_rn(partial.alpha[partial.route_expert[row]], partial.token_scale[row]);
+  const int64_t stride = partial.max_routes * args.route_cols;
+  // Eight consecutive columns lie in half a slab: rows 4h..4h+3 and 8+4h..8+4h+3.
+  const float* first = partial.sums + row * args.route_cols + fragments::fragment_row(col);
+  float sums[kColumns];
+  for (int s = 0; s < partial.splits; ++s) {
+    const float4 low = *reinterpret_cast<const float4*>(first + s * stride);
+    const float4 high = *reinterpret_cast<const float4*>(first + s * stride + 8);
+    const float add[kColumns] = {low.x, low.y, high.x, high.y, low.z, low.w, high.z, high.w};
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i)
+      sums[i] = s == 0 ? add[i] : __fadd_rn(sums[i], add[i]);
+  }
+  Columns y;
+#pragma unroll
+  for (int i = 0; i < kColumns; ++i) {
+    const uint16_t rounded = bf16_from_f32(__fmul_rn(scale, sums[i]));
+    y.values[i] = bf16_to_f32(rounded);
+    if (partial.route_output != nullptr) {
+      partial.route_output[row * args.route_cols + col + i] = rounded;
+    }
+  }
+  return y;
+}
+
+template <bool kPartial>
+__global__ void __launch_bounds__(kThreads) combine_kernel(const Combine args) {
+  ptx::allow_successor();
+  ptx::wait_for_predecessor();
+  const int64_t token = blockIdx.x;
+  const int64_t col = (int64_t{blockIdx.y} * kThreads + threadIdx.x) * kColumns;
+  if (col >= args.cols) return;
+  float sum[kColumns] = {};
+  const int32_t* rows = args.expanded_to_permuted + token * args.top_k;
+  const float* probabilities = args.probabilities + token * args.top_k;
+#pragma unroll 4
+  for (int64_t slot = 0; slot < args.top_k; ++slot) {
+    const int64_t row = rows[slot];
+    if (row < 0) continue;
+    const Columns y = kPartial ? load_partial(args, row, col)
+                               : load_bf16(args.route_output + row * args.route_cols + col);
+    const float probability = probabilities[slot];
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i)
+      sum[i] = __fmaf_rn(probability, y.values[i], sum[i]);
+  }
+
+  const int64_t at = token * args.cols + col;
+  if (args.cols % kColumns == 0) {  // rows start at multiples of 16 bytes
+    if (args.out_is_f32) {
+      auto* to = reinterpret_cast<float4*>(static_cast<float*>(args.out) + at);
+      to[0] = {sum[0], sum[1], sum[2], sum[3]};
+      to[1] = {sum[4], sum[5], sum[6], sum[7]};
+    } else {
+      uint32_t pairs[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        pairs[i] = bf16_from_f32(sum[2 * i]) | static_cast<uint32_t>(bf16_from_f32(sum[2 * i + 1]))
+                                                   << 16;
+      }
+      *reinterpret_cast<uint4*>(static_cast<uint16_t*>(args.out) + at) = {
+          pairs[0], pairs[1], pairs[2], pairs[3]};
+    }
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kColumns; ++i) {
+    if (col + i >= args.cols) break;
+    if (args.out_is_f32) {
+      static_cast<float*>(args.out)[at + i] = sum[i];
+    } else {
+      static_cast<uint16_t*>(args.out)[at + i] = bf16_from_f32(sum[i]);
+    }
+  }
+}
+
+}  // namespace
+
+cudaError_t combine(const Combine& args, const LaunchOptions& options) {
+  const dim3 grid(
+      static_cast<unsigned>(args.rows),
+      static_cast<unsigned>((args.cols + kThreads * kColumns - 1) / (kThreads * kColumns)));
+  auto* kernel = args.partial.splits > 0 ? combine_kernel<true> : combine_kernel<false>;
+  return launch(kernel, grid, kThreads, 0, options, args);
+}
+
+}  // namespace hexpert::cuda

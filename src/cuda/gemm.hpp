@@ -1,0 +1,66 @@
+// Grouped GEMM: every row tile of an expert times that expert's NVFP4 matrix.
+//
+//   sum[row, n] = sum over k of x[row, k] * e2m1(n, k) * e4m3(n, k / 16)       FP32, exact products
+//
+// The weights are the register operand of wgmma and the tokens the shared-memory one, so a tile may
+// be as narrow as 8 tokens. A block loops over tiles: one warpgroup fills a ring of stages, two
+// expand the weights and multiply.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/launch_options.hpp"
+#include "cuda/route.hpp"
+
+namespace hexpert::cuda {
+
+// What becomes of the sums.
+enum class Epilogue : uint8_t {
+  kSquaredRelu,  // out = bf16(max(s, 0)^2),        s = sum * up scale
+  kSwiGlu,       // out = bf16(g sigmoid(g) u),     features: half as many as rows
+  kScale,        // out = bf16(sum * up scale)
+  kPartial,      // out = sums of this part of K, FP32, in fragment row order
+};
+
+struct GroupedGemm {
+  const uint8_t* weights = nullptr;  // [experts, expert_bytes] sm90 fragments
+  int64_t expert_bytes = 0;
+  int64_t fragment_rows = 0;  // multiple of 128
+  int64_t k = 0;              // multiple of 64
+
+  const uint16_t* x = nullptr;  // [rows, k] fp16
+  // Row of x and of row_scale that a permuted row reads: permuted_to_expanded / top_k, or itself.
+  const int32_t* permuted_to_expanded = nullptr;
+  int32_t top_k = 1;
+  const float* row_scale = nullptr;
+  const float* up_alpha = nullptr;    // [experts]
+  const float* gate_alpha = nullptr;  // [experts]
+
+  Routes routes;
+  void* out =
+      nullptr;  // [permuted rows, out_cols] bf16, or [splits, max_routes, fragment_rows] f32
+  int64_t out_cols = 0;  // multiple of 16: features past it are dropped
+  int64_t max_routes = 0;
+  int splits = 1;                 // parts of K; more than one with kPartial only
+  bool prefetch_weights = false;  // the routes are known before the predecessor has finished
+};
+
+// The kernels for tiles of at most `max_width` tokens: narrower tiles leave room for more stages.
+struct GemmVariant {
+  int max_width = 0;
+  int64_t stage_k = 0;         // K elements of a pipeline stage; K is split at multiples of it
+  cudaError_t (*configure)();  // once per device, before the first launch
+  // `num_blocks`: one a multiprocessor.
+  cudaError_t (*launch)(const GroupedGemm& args,
+                        Epilogue epilogue,
+                        int num_blocks,
+                        const LaunchOptions& options);
+};
+extern const GemmVariant gemm_width8;
+extern const GemmVariant gemm_width16;
+extern const GemmVariant gemm_width32;
+extern const GemmVariant gemm_width64;
+extern const GemmVariant gemm_width128;
+extern const GemmVariant gemm_width256;
+
+}  // namespace hexpert::cuda
