@@ -60,6 +60,9 @@ struct MoeOptions {
   /// batches split their sums along K unless it is asked for, in a way fixed by the layer's sizes
   /// and the number of tokens: the same batch always gives the same bits, another batch may not.
   bool batch_invariant = false;
+  /// CUDA: kernels of a layer start while their predecessors drain (programmatic dependent launch).
+  /// No result depends on it.
+  bool overlap_launches = true;
   /// On the device of the weights, at least workspace_bytes_for() bytes, aligned to
   /// kWorkspaceAlignment. Layers whose forwards do not overlap may share it. Null: create()
   /// allocates one for the layer.

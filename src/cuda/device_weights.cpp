@@ -6,29 +6,12 @@
 #include "cuda/device_memory.hpp"
 #include "cuda/fragments.hpp"
 #include "cuda/launch.hpp"
+#include "cuda/parts.hpp"
 
 namespace hexpert::cuda {
 namespace {
 
-constexpr int64_t kPartAlignment = 256;
 constexpr double kMaxBytes = 1e15;  // beyond any device; keeps the sums below inside int64
-
-// Hands out consecutive parts of one allocation.
-class Parts {
- public:
-  explicit Parts(std::byte* base) : base_(base) {}
-  template <typename T>
-  T* take(int64_t count) {
-    std::byte* part = base_ == nullptr ? nullptr : base_ + used_;
-    used_ += round_up(count * static_cast<int64_t>(sizeof(T)), kPartAlignment);
-    return reinterpret_cast<T*>(part);
-  }
-  int64_t used() const { return used_; }
-
- private:
-  std::byte* base_;
-  int64_t used_ = 0;
-};
 
 // One matrix of every expert, where it is quantized to.
 struct Target {

@@ -1,0 +1,99 @@
+#include "cuda/cuda_backend.hpp"
+
+#include <cuda_runtime_api.h>
+#include <fmt/format.h>
+
+#include <limits>
+
+#include "cuda/device_memory.hpp"
+#include "cuda/device_weights.hpp"
+#include "cuda/forward.hpp"
+#include "cuda/hopper_plan.hpp"
+
+namespace hexpert::cuda {
+namespace {
+
+constexpr int kMajor = 9;
+constexpr int kMinor = 0;
+
+Support available() {
+  int count = 0;
+  const cudaError_t error = cudaGetDeviceCount(&count);
+  if (error != cudaSuccess) {
+    (void)cudaGetLastError();
+    return Support::no(fmt::format("the CUDA driver reports: {}", cudaGetErrorString(error)));
+  }
+  std::string others;
+  for (int i = 0; i < count; ++i) {
+    int major = 0;
+    int minor = 0;
+    if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, i) != cudaSuccess ||
+        cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, i) != cudaSuccess) {
+      return Support::no(fmt::format("cuda:{}: {}", i, cudaGetErrorString(cudaGetLastError())));
+    }
+    if (major == kMajor && minor == kMinor) return Support::yes();
+    others += fmt::format("{}cuda:{} has {}.{}", others.empty() ? "" : ", ", i, major, minor);
+  }
+  return Support::no(fmt::format("needs a GPU of compute capability {}.{}{}",
+                                 kMajor,
+                                 kMinor,
+                                 count == 0 ? ", found none" : ": " + others));
+}
+
+Support supports(const MoeProblem& problem, const ExpertShape& shape) {
+  const FragmentWeights sizes = fragment_sizes(shape);
+  constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
+  if (shape.num_local_experts > kMaxRoutedExperts) {
+    return Support::no(fmt::format(
+        "at most {} local experts, got {}", kMaxRoutedExperts, shape.num_local_experts));
+  }
+  // Rows of the GEMM's token operand are addressed in 16-byte units of 32 bits.
+  const int64_t slots = problem.max_tokens * problem.top_k;
+  const int64_t largest =
+      std::max(problem.max_tokens * (sizes.hidden / 8), slots * (sizes.intermediate / 8));
+  if (largest > std::numeric_limits<uint32_t>::max()) {
+    return Support::no(fmt::format("at most 2^35 elements of one operand, got {}", largest * 8));
+  }
+  const int64_t items = (sizes.shape.num_local_experts + slots / 8) *
+                        std::max(sizes.fc1_rows, sizes.fc2_rows) / 128 * 8;
+  if (items > kMaxInt32) {
+    return Support::no(fmt::format("at most {} tiles, got up to {}", kMaxInt32, items));
+  }
+  return Support::yes();
+}
+
+int64_t workspace_bytes(const MoeProblem& problem,
+                        const ExpertShape& shape,
+                        const MoeOptions& options) {
+  return lay_out_workspace(problem, fragment_sizes(shape), options.batch_invariant, nullptr).bytes;
+}
+
+std::string describe(const MoeProblem& problem,
+                     const ExpertShape& shape,
+                     const MoeOptions& options) {
+  const ForwardPlan plan =
+      plan_forward(problem, fragment_sizes(shape), problem.max_tokens, options.batch_invariant);
+  return fmt::format("tiles of 128 x {} tokens, K of FC1 in {} parts, of FC2 in {}",
+                     plan.gemm->max_width,
+                     plan.fc1_splits,
+                     plan.fc2_splits);
+}
+
+}  // namespace
+
+const Backend cuda_sm90a_backend = {
+    .name = "cuda-sm90a",
+    .device = DeviceType::kCuda,
+    .available = available,
+    .supports = supports,
+    .workspace_bytes = workspace_bytes,
+    .describe = describe,
+    .forward = forward,
+    .allocate_weights = HopperWeights::allocate,
+    .allocate = allocate_memory,
+    .plan = make_plan,
+    .check_memory = check_memory,
+    .quantize_tokens = quantize_tokens_on_device,
+};
+
+}  // namespace hexpert::cuda

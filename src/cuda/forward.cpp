@@ -1,0 +1,229 @@
+#include "cuda/forward.hpp"
+
+#include <nvtx3/nvToolsExt.h>
+
+#include "cuda/device_memory.hpp"
+#include "cuda/device_weights.hpp"
+#include "cuda/hopper_plan.hpp"
+#include "cuda/launch.hpp"
+#include "cuda/requantize.hpp"
+#include "cuda/stage_dump.hpp"
+#include "weights/storage.hpp"
+
+namespace hexpert::cuda {
+namespace {
+
+struct HopperPlan final : BackendPlan {
+  Device device;
+  FragmentWeights weights;
+  HopperWorkspace workspace;
+  int num_blocks = 0;  // one a multiprocessor
+  bool overlap = true;
+};
+
+// A named range in the profiler's time line.
+class StageRange {
+ public:
+  explicit StageRange(const char* name) { nvtxRangePushA(name); }
+  ~StageRange() { nvtxRangePop(); }
+  StageRange(const StageRange&) = delete;
+  StageRange& operator=(const StageRange&) = delete;
+};
+
+// One forward: what all stages share.
+class Forward {
+ public:
+  Forward(const ForwardArgs& args, const HopperPlan& plan)
+      : args_(args),
+        problem_(*args.problem),
+        w_(plan.weights),
+        work_(plan.workspace),
+        num_blocks_(plan.num_blocks),
+        slots_(args.rows * problem_.top_k),
+        how_(plan_forward(problem_, w_, args.rows, args.batch_invariant)),
+        // A dump looks at results between the stages.
+        overlapped_{to_cuda(args.stream), plan.overlap && args.dump == nullptr},
+        dump_(args, plan.device, w_, work_) {}
+
+  Status run() {
+    HX_RETURN_IF_ERROR(dump_.begin());
+    HX_RETURN_IF_ERROR(check(route(), "route"));
+    HX_RETURN_IF_ERROR(check(quantize(), "quantize"));
+    HX_RETURN_IF_ERROR(check(fc1(), "fc1"));
+    HX_RETURN_IF_ERROR(dump_.after_fc1(how_.fc1_partial));
+    HX_RETURN_IF_ERROR(check(requantize_routes(), "requantize"));
+    HX_RETURN_IF_ERROR(check(fc2(), "fc2"));
+    HX_RETURN_IF_ERROR(check(combine_routes(), "combine"));
+    return dump_.end(how_.fc2_partial);
+  }
+
+ private:
+  cudaError_t route() {
+    const StageRange range("route");
+    // The first kernel waits for all that came before this layer.
+    return route_tokens({.routing_map = args_.routing_map,
+                         .is_i64 = args_.routing_is_i64,
+                         .rows = args_.rows,
+                         .top_k = problem_.top_k,
+                         .local_expert_offset = problem_.local_expert_offset,
+                         .num_local_experts = w_.shape.num_local_experts,
+                         .max_width = how_.gemm->max_width,
+                         .out = work_.routes},
+                        LaunchOptions{overlapped_.stream, false});
+  }
+
+  cudaError_t quantize() {
+    const StageRange range("quantize");
+    return quantize_tokens({.source = args_.hidden_states,
+                            .rows = args_.rows,
+                            .cols = w_.shape.hidden_size,
+                            .source_stride = w_.shape.hidden_size,
+                            .padded_cols = w_.hidden,
+                            .codes = dump_.x_codes(),
+                            .block_scales = dump_.x_block_scales(),
+                            .token_scale = work_.x_token_scale,
+                            .operand = work_.x},
+                           overlapped_);
+  }
+
+  cudaError_t fc1() {
+    const StageRange range("fc1");
+    const Epilogue activated = w_.shape.gated ? Epilogue::kSwiGlu : Epilogue::kSquaredRelu;
+    return how_.gemm->launch({.weights = w_.fc1,
+                              .expert_bytes = w_.fc1_bytes(),
+                              .fragment_rows = w_.fc1_rows,
+                              .k = w_.hidden,
+                              .x = work_.x,
+                              .permuted_to_expanded = work_.routes.permuted_to_expanded,
+                              .top_k = static_cast<int32_t>(problem_.top_k),
+                              .row_scale = work_.x_token_scale,
+                              .up_alpha = w_.fc1_up_alpha,
+                              .gate_alpha = w_.fc1_gate_alpha,
+                              .routes = work_.routes,
+                              .out = how_.fc1_partial ? static_cast<void*>(work_.results) : work_.h,
+                              .out_cols = w_.intermediate,
+                              .max_routes = slots_,
+                              .splits = how_.fc1_splits},
+                             how_.fc1_partial ? Epilogue::kPartial : activated,
+                             num_blocks_,
+                             overlapped_);
+  }
+
+  cudaError_t requantize_routes() {
+    const StageRange range("requantize");
+    Requantize args = {.max_routes = slots_,
+                       .num_routes = work_.routes.num_routes,
+                       .cols = w_.intermediate,
+                       .rows = work_.h,
+                       .token_scale = work_.h_token_scale,
+                       .codes = dump_.h_codes(),
+                       .block_scales = dump_.h_block_scales(),
+                       .partial = {}};
+    if (how_.fc1_partial) {
+      args.partial = {.sums = reinterpret_cast<const float*>(work_.results),
+                      .splits = how_.fc1_splits,
+                      .fc1_rows = w_.fc1_rows,
+                      .activation = problem_.activation,
+                      .permuted_to_expanded = work_.routes.permuted_to_expanded,
+                      .top_k = problem_.top_k,
+                      .x_token_scale = work_.x_token_scale,
+                      .route_expert = work_.routes.route_expert,
+                      .up_alpha = w_.fc1_up_alpha,
+                      .gate_alpha = w_.fc1_gate_alpha,
+                      .intermediate = dump_.intermediate()};
+    }
+    return requantize(args, overlapped_);
+  }
+
+  cudaError_t fc2() {
+    const StageRange range("fc2");
+    return how_.gemm->launch({.weights = w_.fc2,
+                              .expert_bytes = w_.fc2_bytes(),
+                              .fragment_rows = w_.fc2_rows,
+                              .k = w_.intermediate,
+                              .x = work_.h,
+                              .row_scale = work_.h_token_scale,
+                              .up_alpha = w_.fc2_alpha,
+                              .routes = work_.routes,
+                              .out = work_.results,
+                              .out_cols = w_.fc2_rows,
+                              .max_routes = slots_,
+                              .splits = how_.fc2_splits,
+                              .prefetch_weights = true},
+                             how_.fc2_partial ? Epilogue::kPartial : Epilogue::kScale,
+                             num_blocks_,
+                             overlapped_);
+  }
+
+  cudaError_t combine_routes() {
+    const StageRange range("combine");
+    Combine args = {.rows = args_.rows,
+                    .top_k = problem_.top_k,
+                    .cols = w_.shape.hidden_size,
+                    .probabilities = args_.probabilities,
+                    .expanded_to_permuted = work_.routes.expanded_to_permuted,
+                    .out = args_.out,
+                    .out_is_f32 = args_.out_is_f32,
+                    .route_cols = w_.fc2_rows,
+                    .route_output = reinterpret_cast<const uint16_t*>(work_.results),
+                    .partial = {}};
+    if (how_.fc2_partial) {
+      args.partial = {.sums = reinterpret_cast<const float*>(work_.results),
+                      .splits = how_.fc2_splits,
+                      .max_routes = slots_,
+                      .route_expert = work_.routes.route_expert,
+                      .token_scale = work_.h_token_scale,
+                      .alpha = w_.fc2_alpha,
+                      .route_output = dump_.route_output()};
+    }
+    return combine(args, overlapped_);
+  }
+
+  const ForwardArgs& args_;
+  const MoeProblem& problem_;
+  const FragmentWeights& w_;
+  const HopperWorkspace& work_;
+  int num_blocks_;
+  int64_t slots_;
+  ForwardPlan how_;
+  LaunchOptions overlapped_;
+  DeviceDump dump_;
+};
+
+}  // namespace
+
+Result<std::unique_ptr<BackendPlan>> make_plan(const MoeProblem& problem,
+                                               const ExpertWeights::Storage& weights,
+                                               const MoeOptions& options,
+                                               std::byte* workspace) {
+  const auto& held = static_cast<const HopperWeights&>(*weights.on_device);
+  const CurrentDevice current(held.device());
+  if (!current.status().ok()) return current.status();
+  auto plan = std::make_unique<HopperPlan>();
+  plan->device = held.device();
+  plan->weights = held.view();
+  plan->workspace = lay_out_workspace(problem, plan->weights, options.batch_invariant, workspace);
+  plan->overlap = options.overlap_launches;
+  HX_RETURN_IF_ERROR(check(
+      cudaDeviceGetAttribute(&plan->num_blocks, cudaDevAttrMultiProcessorCount, plan->device.index),
+      "cudaDevAttrMultiProcessorCount"));
+  HX_RETURN_IF_ERROR(check(configure_route(), "route"));
+  for (const GemmVariant* variant : {&gemm_width8,
+                                     &gemm_width16,
+                                     &gemm_width32,
+                                     &gemm_width64,
+                                     &gemm_width128,
+                                     &gemm_width256}) {
+    HX_RETURN_IF_ERROR(check(variant->configure(), "grouped_gemm"));
+  }
+  return std::unique_ptr<BackendPlan>(std::move(plan));
+}
+
+Status forward(const ForwardArgs& args) {
+  const auto& plan = static_cast<const HopperPlan&>(*args.plan);
+  const CurrentDevice current(plan.device);
+  HX_RETURN_IF_ERROR(current.status());
+  return Forward(args, plan).run();
+}
+
+}  // namespace hexpert::cuda

@@ -1,0 +1,114 @@
+#include "cuda/hopper_plan.hpp"
+
+#include <algorithm>
+#include <cmath>
+
+#include "cuda/parts.hpp"
+
+namespace hexpert::cuda {
+namespace {
+
+namespace fragments = layout::sm90_fragments;
+
+constexpr const GemmVariant* kVariants[] = {
+    &gemm_width8, &gemm_width16, &gemm_width32, &gemm_width64, &gemm_width128, &gemm_width256};
+
+// K is split for the benefit of batches that leave multiprocessors idle. Beyond this many routes
+// there is work for all, and the FP32 sums would cost more than they bring.
+constexpr int64_t kMaxSplitRoutes = 256;
+constexpr int kMaxSplits = 8;
+// The number of multiprocessors of the H100 and H200. A constant, so that results do not depend on
+// the part of a GPU that a process is given.
+constexpr int64_t kMultiprocessors = 132;
+// What an item costs beside its stages, and a further split beside its items, in stages.
+constexpr double kItemCost = 0.7;
+constexpr double kSplitCost = 0.25;
+
+// A width that nearly every expert's tokens fit in, when experts are equally likely.
+const GemmVariant& choose_variant(double tokens_per_expert, int64_t rows) {
+  const double wanted =
+      std::min(static_cast<double>(rows), tokens_per_expert + 3 * std::sqrt(tokens_per_expert));
+  for (const GemmVariant* variant : kVariants) {
+    if (wanted <= variant->max_width) return *variant;
+  }
+  return *kVariants[std::size(kVariants) - 1];
+}
+
+// The number of parts of K that takes the least time: rounds of all multiprocessors, times the
+// stages of an item.
+int choose_splits(double row_tiles, int64_t fragment_rows, int64_t k, int64_t stage_k) {
+  const auto stages = static_cast<double>((k + stage_k - 1) / stage_k);
+  const double tiles = row_tiles * static_cast<double>(fragment_rows / fragments::kTileRows);
+  int best = 1;
+  double best_cost = 0;
+  for (int splits = 1; splits <= std::min<double>(kMaxSplits, stages); ++splits) {
+    const double per_item = std::ceil(stages / splits);
+    if (per_item * (splits - 1) >= stages) continue;  // the last part would be empty
+    const double rounds = std::ceil(tiles * splits / static_cast<double>(kMultiprocessors));
+    const double cost = rounds * (per_item + kItemCost) + kSplitCost * (splits - 1);
+    if (splits == 1 || cost < best_cost) {
+      best = splits;
+      best_cost = cost;
+    }
+  }
+  return best;
+}
+
+bool activated_by_gemm(const Activation& activation) {
+  return activation.type == ActivationType::kSquaredRelu ||
+         activation.type == ActivationType::kSwiGlu;
+}
+
+}  // namespace
+
+ForwardPlan plan_forward(const MoeProblem& problem,
+                         const FragmentWeights& sizes,
+                         int64_t rows,
+                         bool batch_invariant) {
+  const int64_t slots = rows * problem.top_k;
+  const auto experts = static_cast<double>(problem.num_experts);
+  const auto local = static_cast<double>(sizes.shape.num_local_experts);
+  ForwardPlan plan;
+  plan.gemm = &choose_variant(static_cast<double>(slots) / experts, rows);
+  if (!batch_invariant && slots <= kMaxSplitRoutes) {
+    const double row_tiles =
+        std::ceil(std::min(static_cast<double>(slots), experts) * local / experts);
+    plan.fc1_splits = choose_splits(row_tiles, sizes.fc1_rows, sizes.hidden, plan.gemm->stage_k);
+    plan.fc2_splits =
+        choose_splits(row_tiles, sizes.fc2_rows, sizes.intermediate, plan.gemm->stage_k);
+  }
+  plan.fc1_partial = plan.fc1_splits > 1 || !activated_by_gemm(problem.activation);
+  plan.fc2_partial = plan.fc2_splits > 1;
+  return plan;
+}
+
+HopperWorkspace lay_out_workspace(const MoeProblem& problem,
+                                  const FragmentWeights& sizes,
+                                  bool batch_invariant,
+                                  std::byte* base) {
+  const int64_t slots = problem.max_tokens * problem.top_k;
+  const int64_t split_slots = batch_invariant ? 0 : std::min(slots, kMaxSplitRoutes);
+  int64_t fc1_sums = split_slots * kMaxSplits;  // rows of FP32
+  if (!activated_by_gemm(problem.activation)) fc1_sums = std::max(fc1_sums, slots);
+  const int64_t result_bytes = std::max({fc1_sums * sizes.fc1_rows * 4,
+                                         split_slots * kMaxSplits * sizes.fc2_rows * 4,
+                                         slots * sizes.fc2_rows * 2});
+  Parts parts(base);
+  HopperWorkspace w;
+  w.routes.num_tiles = parts.take<int32_t>(1);
+  w.routes.num_routes = parts.take<int32_t>(1);
+  w.routes.tiles = parts.take<RowTile>(
+      max_row_tiles(slots, sizes.shape.num_local_experts, kVariants[0]->max_width));
+  w.routes.route_expert = parts.take<int32_t>(slots);
+  w.routes.permuted_to_expanded = parts.take<int32_t>(slots);
+  w.routes.expanded_to_permuted = parts.take<int32_t>(slots);
+  w.x = parts.take<uint16_t>(problem.max_tokens * sizes.hidden);
+  w.x_token_scale = parts.take<float>(problem.max_tokens);
+  w.h = parts.take<uint16_t>(slots * sizes.intermediate);
+  w.h_token_scale = parts.take<float>(slots);
+  w.results = parts.take<std::byte>(result_bytes);
+  w.bytes = parts.used();
+  return w;
+}
+
+}  // namespace hexpert::cuda

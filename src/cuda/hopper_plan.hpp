@@ -1,0 +1,48 @@
+// How a forward runs on Hopper: tile width, parts of K and workspace for a number of tokens. Pure
+// host arithmetic.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/combine.hpp"
+#include "cuda/fragment_weights.hpp"
+#include "cuda/gemm.hpp"
+#include "cuda/route.hpp"
+#include "hexpert/moe.hpp"
+
+namespace hexpert::cuda {
+
+// What one forward does with `rows` tokens.
+struct ForwardPlan {
+  const GemmVariant* gemm = nullptr;
+  int fc1_splits = 1;
+  int fc2_splits = 1;
+  // FC1 leaves FP32 sums, and the requantizer activates them.
+  bool fc1_partial = false;
+  bool fc2_partial = false;
+};
+
+ForwardPlan plan_forward(const MoeProblem& problem,
+                         const FragmentWeights& sizes,
+                         int64_t rows,
+                         bool batch_invariant);
+
+// Intermediate results of a layer, in one allocation. Sized for max_tokens.
+struct HopperWorkspace {
+  Routes routes;
+  uint16_t* x = nullptr;           // [max_tokens, hidden] fp16
+  float* x_token_scale = nullptr;  // [max_tokens]
+  uint16_t* h = nullptr;           // [routes, intermediate] bf16, then fp16
+  float* h_token_scale = nullptr;  // [routes]
+  // FC1 sums until they are activated, then FC2 results: [routes, fc2_rows] bf16, or sums.
+  std::byte* results = nullptr;
+  int64_t bytes = 0;
+};
+
+// With a null base only `bytes` is of use.
+HopperWorkspace lay_out_workspace(const MoeProblem& problem,
+                                  const FragmentWeights& sizes,
+                                  bool batch_invariant,
+                                  std::byte* base);
+
+}  // namespace hexpert::cuda
