@@ -37,6 +37,7 @@ struct MoeCase {
   int64_t hidden_size = 64;
   int64_t intermediate_size = 64;
   int64_t tokens = 4;
+  int64_t max_tokens = 0;         // of the plan; 0: tokens
   int64_t num_local_experts = 0;  // 0: all
   int64_t local_expert_offset = 0;
   Activation activation = kSquaredRelu;
@@ -46,7 +47,7 @@ struct MoeCase {
   int64_t local() const { return num_local_experts == 0 ? num_experts : num_local_experts; }
   bool gated() const { return is_gated(activation.type); }
   MoeProblem problem() const {
-    return {.max_tokens = tokens,
+    return {.max_tokens = std::max(tokens, max_tokens),
             .top_k = top_k,
             .num_experts = num_experts,
             .local_expert_offset = local_expert_offset,
@@ -287,20 +288,41 @@ inline std::unique_ptr<MoeRun> run(RoutedMoe& moe,
   return result;
 }
 
+// A device whose backends the tests below are run on in place of the CPU's: weights and inputs are
+// given in host memory and copied there. Set before main() by the file that knows the device.
+struct TestedDevice {
+  DeviceType type = DeviceType::kCpu;
+  std::unique_ptr<MoeRun> (*run)(const MoeOptions& options,
+                                 const MoeCase& c,
+                                 const ExpertWeights& weights,
+                                 const MoeInputs& inputs,
+                                 int64_t multiple) = nullptr;
+};
+inline TestedDevice tested_device;
+
+inline std::unique_ptr<MoeRun> run(const MoeOptions& options,
+                                   const MoeCase& c,
+                                   const ExpertWeights& weights,
+                                   const MoeInputs& inputs,
+                                   int64_t multiple = 64) {
+  if (tested_device.run != nullptr && options.backend != "reference") {
+    return tested_device.run(options, c, weights, inputs, multiple);
+  }
+  RoutedMoe moe = make_moe(c, weights, options);
+  return run(moe, c, inputs, multiple);
+}
 inline std::unique_ptr<MoeRun> run(const std::string& backend,
                                    const MoeCase& c,
                                    const ExpertWeights& weights,
                                    const MoeInputs& inputs,
                                    int num_threads = 2) {
-  RoutedMoe moe = make_moe(c, weights, {.backend = backend, .num_threads = num_threads});
-  return run(moe, c, inputs);
+  return run(MoeOptions{.backend = backend, .num_threads = num_threads}, c, weights, inputs);
 }
 
-// Of the CPU.
 inline std::vector<std::string> available_backends() {
   std::vector<std::string> names;
   for (const BackendInfo& info : list_backends()) {
-    if (info.available && info.device == DeviceType::kCpu) names.emplace_back(info.name);
+    if (info.available && info.device == tested_device.type) names.emplace_back(info.name);
   }
   return names;
 }

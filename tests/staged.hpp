@@ -9,6 +9,7 @@
 #pragma once
 
 #include <gtest/gtest.h>
+#include <omp.h>
 
 #include <cmath>
 #include <limits>
@@ -244,6 +245,10 @@ class StagedCheck {
   int64_t rows_;
 };
 
+inline int reference_threads() {
+  return tested_device.type == DeviceType::kCpu ? 2 : omp_get_max_threads();
+}
+
 // Runs every available backend on the case and judges it against the reference. Backends that
 // promise the same bits as each other are compared bit for bit.
 inline void expect_every_backend(const MoeCase& c,
@@ -257,7 +262,7 @@ inline void expect_every_backend(const MoeCase& c,
   if (inputs.use_bounded_rows && inputs.token_capacity) {
     rows = std::min(rows, *inputs.token_capacity);
   }
-  const std::unique_ptr<MoeRun> exact = run("reference", c, weights, inputs);
+  const std::unique_ptr<MoeRun> exact = run("reference", c, weights, inputs, reference_threads());
   StagedCheck check(c, weights, data, rows);
   std::unique_ptr<MoeRun> integer;  // of the first backend that adds integer block sums
   for (const std::string& backend : available_backends()) {
@@ -268,6 +273,12 @@ inline void expect_every_backend(const MoeCase& c,
     }
     std::unique_ptr<MoeRun> actual = run(backend, c, weights, inputs);
     check.expect(*exact, *actual);
+    if (tested_device.type != DeviceType::kCpu) {
+      check.expect(
+          *exact,
+          *run(MoeOptions{.backend = backend, .batch_invariant = true}, c, weights, inputs));
+      continue;
+    }
     if (backend == "cpu-amx") continue;
     if (integer) {
       expect_same_bits(*integer, *actual);

@@ -15,7 +15,6 @@ using test::kSiTu;
 using test::kSiTuBoth;
 using test::kSquaredRelu;
 using test::kSwiGlu;
-using test::make_moe;
 using test::make_weights;
 using test::MoeCase;
 using test::MoeData;
@@ -122,19 +121,17 @@ TEST(Edges, BoundedRows) {
 }
 
 TEST(Edges, NoTokens) {
-  MoeCase c;
+  MoeCase c{.tokens = 0};
   const ExpertWeights weights = make_weights(c);
+  MoeInputs inputs;
+  inputs.hidden_states = {nullptr, DType::kBF16, {0, c.hidden_size}};
+  inputs.routing_map = {nullptr, DType::kI32, {0, c.top_k}};
+  inputs.probabilities = {nullptr, DType::kF32, {0, c.top_k}};
   for (const std::string& backend : available_backends()) {
-    RoutedMoe planned = make_moe(c, weights, {.backend = backend});
-    MoeCase empty = c;
-    empty.tokens = 0;
-    MoeInputs inputs;
-    inputs.hidden_states = {nullptr, DType::kBF16, {0, c.hidden_size}};
-    inputs.routing_map = {nullptr, DType::kI32, {0, c.top_k}};
-    inputs.probabilities = {nullptr, DType::kF32, {0, c.top_k}};
-    EXPECT_TRUE(planned.forward(inputs, {nullptr, DType::kBF16, {0, c.hidden_size}}).ok());
-    RoutedMoe for_none = make_moe(empty, weights, {.backend = backend});
-    EXPECT_TRUE(for_none.forward(inputs, {nullptr, DType::kF32, {0, c.hidden_size}}).ok());
+    for (int64_t max_tokens : {4, 0}) {
+      c.max_tokens = max_tokens;
+      test::run(backend, c, weights, inputs);  // throws when a forward fails
+    }
   }
 }
 

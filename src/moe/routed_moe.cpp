@@ -235,18 +235,13 @@ Status run_forward(RoutedMoe::Impl& impl,
                    const StageDump* dump,
                    Stream stream) {
   try {
-    if (!impl.broken.ok()) {
-      return fail(ErrorCode::kDeviceError,
-                  "this layer is broken since an earlier error of its device: {}",
-                  impl.broken.message());
-    }
     HX_RETURN_IF_ERROR(check_forward(impl, inputs, out));
     int64_t rows = inputs.hidden_states.shape[0];
     if (inputs.use_bounded_rows && inputs.token_capacity) {
       rows = std::min(rows, *inputs.token_capacity);
     }
     if (rows == 0) return Status::success();
-    Status status = impl.backend->forward({
+    return impl.backend->forward({
         .problem = &impl.problem,
         .weights = impl.weights,
         .hidden_states = inputs.hidden_states.as<uint16_t>(),
@@ -263,11 +258,25 @@ Status run_forward(RoutedMoe::Impl& impl,
         .stream = stream,
         .dump = dump,
     });
-    if (status.code() == ErrorCode::kDeviceError) impl.broken = status;
-    return status;
   } catch (const std::bad_alloc&) {
     return {ErrorCode::kOutOfMemory, "forward"};
   }
+}
+
+// run_forward() that remembers the first error of the device.
+Status run_unless_broken(RoutedMoe::Impl& impl,
+                         const MoeInputs& inputs,
+                         const TensorView& out,
+                         const StageDump* dump,
+                         Stream stream) {
+  if (!impl.broken.ok()) {
+    return fail(ErrorCode::kDeviceError,
+                "this layer is broken since an earlier error of its device: {}",
+                impl.broken.message());
+  }
+  Status status = run_forward(impl, inputs, out, dump, stream);
+  if (status.code() == ErrorCode::kDeviceError) impl.broken = status;
+  return status;
 }
 
 // Everything of a layer but its workspace and the backend's plan.
@@ -393,7 +402,7 @@ Result<int64_t> RoutedMoe::workspace_bytes_for(const MoeProblem& problem,
 }
 
 Status RoutedMoe::forward(const MoeInputs& inputs, const TensorView& out, Stream stream) {
-  return run_forward(*impl_, inputs, out, nullptr, stream);
+  return run_unless_broken(*impl_, inputs, out, nullptr, stream);
 }
 
 Status forward_with_dump(RoutedMoe& moe,
@@ -401,7 +410,7 @@ Status forward_with_dump(RoutedMoe& moe,
                          const TensorView& out,
                          const StageDump& dump,
                          Stream stream) {
-  return run_forward(moe.impl(), inputs, out, &dump, stream);
+  return run_unless_broken(moe.impl(), inputs, out, &dump, stream);
 }
 
 std::string RoutedMoe::plan() const {
