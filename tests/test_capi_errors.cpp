@@ -277,7 +277,7 @@ TEST_F(CApiErrors, Create) {
   hx_moe* never = nullptr;
   expect_start(hx_moe_create(&problem_, weights_.handle, &options, &never),
                HX_NOT_FOUND,
-               "backend: expected one of cpu-amx, ");
+               "backend: expected one of cuda-sm90a, cpu-amx, ");
   problem_.top_k = std::numeric_limits<int32_t>::max();
   options = HX_MOE_OPTIONS_INIT;
   options.num_threads = 1024;

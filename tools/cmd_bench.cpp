@@ -11,13 +11,16 @@
 #include <string>
 #include <vector>
 
+#include "bench_options.hpp"
 #include "bench_record.hpp"
 #include "ceilings.hpp"
 #include "commands.hpp"
 #include "common.hpp"
 #include "hexpert/quantize.hpp"
+#include "layer_io.hpp"
 #include "machine.hpp"
 #include "random_layer.hpp"
+#include "random_routing.hpp"
 
 namespace hexpert::tools {
 namespace {
@@ -36,27 +39,23 @@ constexpr const char* kFooter =
     "  of roofline  the larger of the times that both ceilings allow / time\n"
     "  BF16 GB/s    BF16 bytes read by quantize_tokens, and by refresh of prepared weights\n"
     "\n"
+    "On a GPU a row is one CUDA graph of several calls with their own routes and copies of the\n"
+    "weights, so that no call finds its data in the L2 cache; the ceilings are those of the run.\n"
+    "\n"
+    "  us           of one call, the whole layer, median of the replays\n"
+    "  roofline us  the longer of: 4.5 bits for each weight of the active experts / read "
+    "bandwidth,\n"
+    "               operations / dense BF16 rate of cuBLAS (where the library is found)\n"
+    "  quantize     bytes read and written against a copy; prepare: BF16 bytes read against a "
+    "read\n"
+    "\n"
     "Examples:\n"
     "  hexpert bench\n"
+    "  hexpert bench --backend cuda-sm90a --model qwen3-30b --tokens 1,128,8192 --routing zipf\n"
     "  hexpert bench --model qwen3-30b --tokens 1,8,64 --backend cpu-avx2 --stage layer\n"
     "  hexpert bench --model deepseek-v3 --num-experts 32 --json result.json\n"
     "\n"
     "Exit codes: 0 ok, 1 a check failed, 2 usage, 3 cannot write, 4 backend or memory missing.";
-
-struct BenchOptions {
-  std::vector<std::string> models = {"qwen3-30b-a3b", "nemotron-3-nano"};
-  std::string tokens = "1,8,64,512,2048";
-  std::vector<std::string> backends;
-  std::vector<std::string> stages = {"layer", "quantize", "prepare"};
-  int64_t num_experts = 0;
-  int threads = 0;
-  int samples = 15;
-  double rotate_gb = 1.0;
-  double max_seconds = 20;
-  std::string json;
-  uint64_t seed = 1;
-  bool list_models = false;
-};
 
 constexpr int kFewestSamples = 3;
 
@@ -426,7 +425,20 @@ int run_bench(BenchOptions options) {
   }
   const Result<std::vector<int64_t>> tokens = parse_counts(options.tokens);
   if (!tokens.ok()) throw CLI::ValidationError("--tokens", tokens.status().message());
-  return Bench(options).run(models, *tokens);
+  const auto on_gpu = [](const std::string& backend) {
+    return device_of(backend).type == DeviceType::kCuda;
+  };
+  if (!std::any_of(options.backends.begin(), options.backends.end(), on_gpu)) {
+    if (options.routing != "uniform" || options.batch_invariant || options.local_experts != 0) {
+      throw CLI::ValidationError(
+          "--backend", "--routing, --batch-invariant and --local-experts are for GPU backends");
+    }
+    return Bench(options).run(models, *tokens);
+  }
+  if (options.backends.size() > 1) {
+    throw CLI::ValidationError("--backend", "a GPU backend is benchmarked alone");
+  }
+  return run_cuda_bench(options, options.backends.front(), models, *tokens);
 }
 
 }  // namespace
@@ -448,6 +460,15 @@ void add_bench(CLI::App& parent, int* exit_code) {
       ->add_option(
           "--num-experts,--experts", o->num_experts, "Experts of a layer, in place of the model's")
       ->check(CLI::Range(int64_t{1}, int64_t{1} << 20));
+  command
+      ->add_option(
+          "--local-experts", o->local_experts, "GPU: experts held, from 0 on (default: all)")
+      ->check(CLI::Range(int64_t{1}, int64_t{1} << 20));
+  command->add_option("--routing", o->routing, "GPU: uniform, one, zipf or half-empty")
+      ->check(CLI::IsMember(std::vector<std::string>(std::begin(kRoutings), std::end(kRoutings))))
+      ->capture_default_str();
+  command->add_flag(
+      "--batch-invariant", o->batch_invariant, "GPU: bits that do not depend on the batch");
   command->add_option("--threads", o->threads, "Threads (default: OpenMP's)")
       ->check(CLI::Range(1, 1024));
   command->add_option("--samples", o->samples, "Samples of a row")

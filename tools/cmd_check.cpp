@@ -8,6 +8,7 @@
 
 #include "commands.hpp"
 #include "common.hpp"
+#include "layer_io.hpp"
 #include "random_layer.hpp"
 
 namespace hexpert::tools {
@@ -118,9 +119,9 @@ Run run_backend(const CheckCase& c,
   run.bytes.assign(static_cast<size_t>(inputs.tokens * inputs.hidden_size * size_of(c.out_dtype)),
                    0xFF);
   run.view = {run.bytes.data(), c.out_dtype, {inputs.tokens, inputs.hidden_size}};
-  const double start = now_seconds();
-  require(moe.forward(inputs.view(), run.view));
-  run.seconds = now_seconds() - start;
+  const auto io = LayerIo::create(weights.device(), inputs.view(), run.view);
+  run.seconds = io->forward(moe);
+  io->fetch();
   return run;
 }
 
@@ -138,14 +139,18 @@ int run_check(CheckOptions options) {
 
   PrepareOptions prepare;
   prepare.num_threads = c.num_threads;
-  const ExpertWeights weights = RandomExperts(c.shape, c.seed).quantize(prepare).value();
+  const RandomExperts experts(c.shape, c.seed);
+  const ExpertWeights weights = experts.quantize(prepare).value();
   const RandomInputs inputs = random_inputs(
       options.tokens, options.top_k, options.num_experts, options.hidden, c.seed + 100);
   const Run reference = run_backend(c, weights, inputs, "reference");
 
   int exit_code = kExitOk;
   for (const std::string& backend : options.backends) {
-    const Run run = run_backend(c, weights, inputs, backend);
+    prepare.device = device_of(backend);
+    const bool on_cpu = prepare.device == Device::cpu();
+    const Run run = on_cpu ? run_backend(c, weights, inputs, backend)
+                           : run_backend(c, experts.quantize(prepare).value(), inputs, backend);
     const Agreement agreement = compare(reference.view, run.view);
     fmt::print("{} {:<16} tokens {} {} | {} | {} ms, reference {} ms\n",
                agreement.ok() ? "PASS" : "FAIL",

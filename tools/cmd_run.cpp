@@ -17,6 +17,7 @@
 #include "hexpert/checkpoint.hpp"
 #include "hexpert/moe.hpp"
 #include "hexpert/safetensors.hpp"
+#include "layer_io.hpp"
 
 namespace hexpert::tools {
 namespace {
@@ -160,6 +161,7 @@ LayerResult run_layer(const Checkpoint& checkpoint,
 
   PrepareOptions prepare;
   prepare.num_threads = options.threads;
+  prepare.device = device_of(backend);
   const ExpertWeights weights = load_experts(checkpoint, layer.prefix, prepare).value();
   const Activation activation = choose_activation(options, layer);
   const MoeProblem problem{.max_tokens = inputs.routing_map.shape[0],
@@ -175,13 +177,12 @@ LayerResult run_layer(const Checkpoint& checkpoint,
   result.hidden_size = layer.shape.hidden_size;
   result.output.resize(static_cast<size_t>(result.tokens * result.hidden_size));
   const TensorView out(result.output.data(), DType::kBF16, {result.tokens, result.hidden_size});
-  require(moe.forward(inputs, out));
+  const auto io = LayerIo::create(weights.device(), inputs, out);
+  io->forward(moe);
   std::vector<double> seconds;
-  for (int i = 0; i < options.repeat; ++i) {
-    const double start = now_seconds();
-    require(moe.forward(inputs, out));
-    seconds.push_back(now_seconds() - start);
-  }
+  for (int i = 0; i < options.repeat; ++i)
+    seconds.push_back(io->forward(moe));
+  io->fetch();
   const double time = median(seconds);
 
   std::string snr = "-";
@@ -199,9 +200,15 @@ LayerResult run_layer(const Checkpoint& checkpoint,
   std::string ulp = "-";
   std::string verdict = "-";
   if (!options.skip_reference) {
+    std::optional<ExpertWeights> host_weights;
+    if (weights.device() != Device::cpu()) {
+      prepare.device = Device::cpu();
+      host_weights = load_experts(checkpoint, layer.prefix, prepare).value();
+    }
     RoutedMoe reference =
-        RoutedMoe::create(
-            problem, weights, {.backend = "reference", .num_threads = options.threads})
+        RoutedMoe::create(problem,
+                          host_weights ? *host_weights : weights,
+                          {.backend = "reference", .num_threads = options.threads})
             .value();
     std::vector<uint16_t> exact(result.output.size());
     const TensorView exact_view(exact.data(), DType::kBF16, {result.tokens, result.hidden_size});
