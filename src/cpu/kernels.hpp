@@ -18,17 +18,17 @@ struct Nvfp4Row {
 };
 
 // The activations of one expert for the integer GEMM: tokens in tiles of nearly equal width, at most
-// the kernel's widest; a tile is block after block of 16 k, one block of an m-token tile 28 m bytes:
-//     int8 codes[m][16]     doubled E2M1, in the order of cpu_tiles: k = 0 4 1 5 2 6 3 7, then + 8
-//     int32 start[m]        kMagicBits - 12 * sum(codes of the block)
-//     float scale[m]        value of the block's E4M3 scale
-//     float magic_scale[m]  kMagic * scale
+// the kernel's widest; a tile is block after block of 16 k, one block of an m-token tile 24 m bytes:
+//     int8 codes[m][16]  doubled E2M1, in the order of cpu_tiles: k = 0 4 1 5 2 6 3 7, then + 8
+//     int32 start[m]     kMagicBits - 12 * sum(codes of the block)
+//     float scale[m]     value of the block's E4M3 scale
 // Weights enter as 2w + 12 (unsigned), so the block sum starts at -12 * sum(codes). Started from
 // the bits of kMagic as well, the int32 sum read as FP32 is kMagic + sum: no conversion is needed,
-// and fma(that, scale, -magic_scale) is sum * scale exactly.
+// and with w the weights' block scale fma(that, w, -kMagic * w) is sum * w exactly. That times the
+// tokens' scale is exact inside the second FMA, which adds it up.
 inline constexpr float kMagic = 12582912.0F;  // 1.5 * 2^23
 inline constexpr int32_t kMagicBits = 0x4B400000;
-inline constexpr int64_t kTileBlockBytes = 28;  // per token
+inline constexpr int64_t kTileBlockBytes = 24;  // per token
 constexpr int64_t int_tile_bytes(int64_t tokens, int64_t k) {
   return tokens * k / 16 * kTileBlockBytes;
 }
@@ -48,7 +48,7 @@ struct TokenCut {
 // decoding the weights again for the next pass is to cost little.
 constexpr int64_t int_pass_tokens(int64_t k) {
   const int64_t fit = (int64_t{1} << 20) / int_tile_bytes(1, k);
-  return fit < 32 ? 32 : fit > 128 ? 128 : fit;
+  return fit < 32 ? 32 : fit > 256 ? 256 : fit;
 }
 
 struct Kernels {

@@ -92,7 +92,6 @@ void expand_tile(const Nvfp4Row* rows, int m, int64_t k, uint8_t* tile) {
       _mm_storeu_si128(reinterpret_cast<__m128i*>(tile + 16 * t), values);
       start[t] = kMagicBits - 12 * _mm_cvtsi128_si32(sum);
       scale[t] = kE4M3Values[rows[t].scales[b]];
-      scale[m + t] = kMagic * scale[t];
     }
   }
 }
@@ -132,6 +131,7 @@ void gemm_group(const uint8_t* group, int64_t k, const uint8_t* tile, float* c) 
         const __m128i bytes = _mm_loadl_epi64(
             reinterpret_cast<const __m128i*>(group + tiles::kScalesAt + 16 * b + 8 * h));
         const __m256 ws = _mm256_cvtph_ps(_mm_slli_epi16(_mm_cvtepu8_epi16(bytes), 7));
+        const __m256 magic = _mm256_mul_ps(ws, _mm256_set1_ps(kMagic));
 #pragma GCC unroll 4
         for (int i = 0; i < M; ++i) {
           // Four products of at most 24 * 12, twice: far inside int16.
@@ -142,9 +142,8 @@ void gemm_group(const uint8_t* group, int64_t k, const uint8_t* tile, float* c) 
                                _mm256_maddubs_epi16(w3, _mm256_set1_epi32(codes[4 * i + 3]))));
           const __m256i d =
               _mm256_add_epi32(_mm256_madd_epi16(p, ones), _mm256_set1_epi32(start[i]));
-          const __m256 term = _mm256_fmsub_ps(
-              _mm256_castsi256_ps(d), _mm256_set1_ps(scale[i]), _mm256_set1_ps(scale[M + i]));
-          acc[i][h] = _mm256_fmadd_ps(term, ws, acc[i][h]);
+          const __m256 term = _mm256_fmsub_ps(_mm256_castsi256_ps(d), ws, magic);
+          acc[i][h] = _mm256_fmadd_ps(term, _mm256_set1_ps(scale[i]), acc[i][h]);
         }
       }
     }

@@ -63,7 +63,6 @@ void expand_tile(const Nvfp4Row* rows, int m, int64_t k, uint8_t* tile) {
       }
       start[t] = kMagicBits - 12 * sum;
       scale[t] = kE4M3Values[rows[t].scales[b]];
-      scale[m + t] = kMagic * scale[t];
     }
   }
 }
@@ -89,8 +88,8 @@ void gemm_group(const uint8_t* group, int64_t k, const uint8_t* tile, float* c) 
         int32_t sum = start[t];
         for (int i = 0; i < 16; ++i)
           sum += weight[i] * codes[16 * t + i];
-        const float term = std::fma(std::bit_cast<float>(sum), scale[t], -scale[M + t]);
-        acc[t][n] = std::fma(term, ws, acc[t][n]);
+        const float term = std::fma(std::bit_cast<float>(sum), ws, -kMagic * ws);
+        acc[t][n] = std::fma(term, scale[t], acc[t][n]);
       }
     }
   }
