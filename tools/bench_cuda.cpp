@@ -21,7 +21,7 @@ namespace hexpert::tools {
 namespace {
 
 constexpr double kColdBytes = 400e6;  // several times the L2 cache: what lies between two uses
-constexpr int64_t kMostCalls = 32;    // of one graph
+constexpr int64_t kMostCalls = 64;    // of one graph
 constexpr double kBitsPerWeight = 4.5;
 
 struct Row {
@@ -148,9 +148,12 @@ class CudaBench {
     return weights;
   }
 
-  RoutedInputs random_call(const ModelShape& model, int64_t tokens, uint64_t seed) {
+  RoutedInputs random_call(const ModelShape& model,
+                           std::string_view kind,
+                           int64_t tokens,
+                           uint64_t seed) {
     const RandomRouting routing =
-        random_routing(options_.routing, tokens, model.top_k, model.num_experts, seed);
+        random_routing(kind, tokens, model.top_k, model.num_experts, seed);
     RoutedInputs call;
     call.hidden_states = CudaArray<uint16_t>(tokens * model.hidden_size);
     cuda_require(
@@ -183,12 +186,15 @@ class CudaBench {
     std::vector<ExpertWeights> layers;
     for (int64_t i = 0; i < copies; ++i)
       layers.push_back(random_weights(shape, options_.seed + 10 * static_cast<uint64_t>(i)));
-    for (int64_t count : tokens)
-      bench_layer(model, layers, count, table);
+    for (const std::string& routing : options_.routings) {
+      for (int64_t count : tokens)
+        bench_layer(model, layers, routing, count, table);
+    }
   }
 
   void bench_layer(const ModelShape& model,
                    const std::vector<ExpertWeights>& layers,
+                   const std::string& routing,
                    int64_t tokens,
                    Table& table) {
     const MoeProblem problem{.max_tokens = tokens,
@@ -212,7 +218,7 @@ class CudaBench {
     double operations = 0;
     while (calls.size() < layers.size() * 2 ||
            (bytes < kColdBytes && calls.size() < static_cast<size_t>(kMostCalls))) {
-      calls.push_back(random_call(model, tokens, options_.seed + 1000 + calls.size()));
+      calls.push_back(random_call(model, routing, tokens, options_.seed + 1000 + calls.size()));
       bytes += kBitsPerWeight / 8 * parameters * static_cast<double>(calls.back().active_experts);
       operations += 2 * parameters * static_cast<double>(calls.back().routes);
     }
@@ -227,7 +233,7 @@ class CudaBench {
     Row row;
     row.stage = "layer";
     row.model = model.name;
-    row.routing = options_.routing;
+    row.routing = routing;
     row.tokens = tokens;
     row.plan = moes[0].plan();
     finish(row, calls.size(), bytes, ceilings_.read_gbs, operations, table, forward_all);

@@ -15,8 +15,8 @@ struct BenchOptions {
   std::vector<std::string> backends;
   std::vector<std::string> stages = {"layer", "quantize", "prepare"};
   int64_t num_experts = 0;
-  int64_t local_experts = 0;        // GPU: experts held of num_experts; 0: all
-  std::string routing = "uniform";  // GPU
+  int64_t local_experts = 0;                        // GPU: experts held of num_experts; 0: all
+  std::vector<std::string> routings = {"uniform"};  // GPU
   bool batch_invariant = false;
   int threads = 0;
   int samples = 15;

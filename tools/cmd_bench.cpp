@@ -429,7 +429,8 @@ int run_bench(BenchOptions options) {
     return device_of(backend).type == DeviceType::kCuda;
   };
   if (!std::any_of(options.backends.begin(), options.backends.end(), on_gpu)) {
-    if (options.routing != "uniform" || options.batch_invariant || options.local_experts != 0) {
+    if (options.routings != BenchOptions().routings || options.batch_invariant ||
+        options.local_experts != 0) {
       throw CLI::ValidationError(
           "--backend", "--routing, --batch-invariant and --local-experts are for GPU backends");
     }
@@ -464,7 +465,7 @@ void add_bench(CLI::App& parent, int* exit_code) {
       ->add_option(
           "--local-experts", o->local_experts, "GPU: experts held, from 0 on (default: all)")
       ->check(CLI::Range(int64_t{1}, int64_t{1} << 20));
-  command->add_option("--routing", o->routing, "GPU: uniform, one, zipf or half-empty")
+  command->add_option("--routing", o->routings, "GPU: uniform, one, zipf or half-empty, repeatable")
       ->check(CLI::IsMember(std::vector<std::string>(std::begin(kRoutings), std::end(kRoutings))))
       ->capture_default_str();
   command->add_flag(
