@@ -1,0 +1,79 @@
+// Every tile width of the Hopper GEMM, with whole and with split sums, judged stage by stage.
+#include <set>
+
+#include "cuda/hopper_plan.hpp"
+#include "cuda_case.hpp"
+#include "staged.hpp"
+
+namespace hexpert::test {
+namespace {
+
+cuda::ForwardPlan plan_of(const MoeCase& c, bool batch_invariant = false) {
+  return cuda::plan_forward(
+      c.problem(), cuda::fragment_sizes(c.shape()), c.tokens, batch_invariant);
+}
+
+TEST(CudaWidths, EveryWidthWholeAndSplit) {
+  std::set<int> whole;
+  std::set<int> split;
+  for (const Activation& activation : {kSwiGlu, kSquaredRelu}) {
+    // Rows of an expert at, below and above the width; the last tile of an expert is narrower.
+    for (int64_t tokens : {1, 7, 8, 15, 16, 25, 30, 32, 50, 60, 64, 100, 120, 128, 200, 250, 256}) {
+      const MoeCase c{.num_experts = 2,
+                      .top_k = 1,
+                      .hidden_size = 1104,
+                      .intermediate_size = 712,
+                      .tokens = tokens,
+                      .activation = activation,
+                      .routing = Routing::kImbalanced,
+                      .seed = static_cast<uint64_t>(tokens)};
+      const cuda::ForwardPlan plan = plan_of(c);
+      (plan.fc1_splits > 1 ? split : whole).insert(plan.gemm->max_width);
+      (plan.fc2_splits > 1 ? split : whole).insert(plan.gemm->max_width);
+      whole.insert(plan_of(c, true).gemm->max_width);
+      expect_every_backend(c);
+      if (HasFailure()) return;
+    }
+  }
+  const std::set<int> all = {8, 16, 32, 64, 128, 256};
+  EXPECT_EQ(whole, all);
+  EXPECT_GE(split.size(), 4U);
+}
+
+// More tiles than multiprocessors, experts of 0 to 600 rows beside each other in one launch.
+TEST(CudaWidths, MixedTilesOfOneLaunch) {
+  for (const Activation& activation : {kSwiGlu, kSquaredRelu, kOai}) {
+    MoeCase c{.num_experts = 24,
+              .top_k = 2,
+              .hidden_size = 320,
+              .intermediate_size = 448,
+              .tokens = 900,
+              .activation = activation};
+    const ExpertWeights weights = make_weights(c);
+    MoeData data(c);
+    for (int64_t slot = 0; slot < c.tokens * c.top_k; ++slot) {
+      // Expert e gets about e^2 / sum of squares of the slots; 0 none.
+      const int64_t at = slot * 4324 / (c.tokens * c.top_k);
+      int64_t e = 0;
+      for (int64_t sum = 0; sum <= at; sum += e * e)
+        ++e;
+      data.ids[static_cast<size_t>(slot * 7 % (c.tokens * c.top_k))] = std::min<int64_t>(e, 23);
+    }
+    data.sync_ids();
+    expect_every_backend(c, weights, data, data.inputs(c));
+  }
+}
+
+// Many experts with a row each: as many tiles as slots.
+TEST(CudaWidths, ATileOfOneRowForEverySlot) {
+  const MoeCase c{.num_experts = 512,
+                  .top_k = 22,
+                  .hidden_size = 192,
+                  .intermediate_size = 128,
+                  .tokens = 20,
+                  .activation = kSquaredRelu};
+  expect_every_backend(c);
+}
+
+}  // namespace
+}  // namespace hexpert::test
