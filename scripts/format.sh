@@ -21,7 +21,7 @@ if [[ -z $formatter ]]; then
 fi
 
 roots=()
-for root in include src tools tests bench examples; do
+for root in include src tools tests bench examples python; do
   if [[ -d $root ]]; then roots+=("$root"); fi
 done
 mapfile -d '' files < <(find "${roots[@]}" -type f \

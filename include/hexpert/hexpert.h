@@ -78,12 +78,13 @@ HX_API const char* hx_last_error(void);
 
 typedef struct hx_backend_info {
   size_t size;
-  const char* name;   /* "cpu-amx" */
-  int32_t available;  /* 1: runs on this machine */
-  const char* reason; /* "" when available, else the first unmet condition */
+  const char* name;    /* "cpu-amx" */
+  int32_t device_type; /* kDLCPU or kDLCUDA */
+  int32_t available;   /* 1: runs on this machine */
+  const char* reason;  /* "" when available, else the first unmet condition */
 } hx_backend_info;
 #define HX_BACKEND_INFO_INIT \
-  { sizeof(hx_backend_info), NULL, 0, NULL }
+  { sizeof(hx_backend_info), NULL, 0, 0, NULL }
 
 /* Backends of this build, best first, "reference" last. */
 HX_API int32_t hx_num_backends(void);
@@ -174,9 +175,11 @@ typedef struct hx_prepare_options {
   const char* backend;      /* NULL or "": the best */
   int32_t refuse_nonfinite; /* 1: HX_NON_FINITE_WEIGHTS names an expert with NaN or infinity */
   int32_t num_threads;      /* 0: the OpenMP default */
+  int32_t device_type;      /* where the weights live: kDLCPU, kDLCUDA; 0: where the stacks are */
+  int32_t device_id;
 } hx_prepare_options;
 #define HX_PREPARE_OPTIONS_INIT \
-  { sizeof(hx_prepare_options), NULL, 0, 0 }
+  { sizeof(hx_prepare_options), NULL, 0, 0, 0, 0 }
 
 /* Quantizes BF16 stacks.
  *
@@ -301,13 +304,16 @@ typedef struct hx_moe_problem {
 
 typedef struct hx_moe_options {
   size_t size;
-  const char* backend; /* NULL or "": the best */
-  int32_t num_threads; /* CPU; 0: the OpenMP default. No result depends on it. */
-  int32_t
-      batch_invariant; /* 1: a token's output does not depend on the other tokens, bit for bit */
+  const char* backend;     /* NULL or "": the best */
+  int32_t num_threads;     /* CPU; 0: the OpenMP default. No result depends on it. */
+  int32_t batch_invariant; /* 1: a token's output does not depend on the others, bit for bit */
+  void* workspace;         /* of the caller, aligned to HX_WORKSPACE_ALIGNMENT; NULL: one is made */
+  int64_t workspace_bytes; /* at least hx_moe_workspace_bytes_for(); layers may share a workspace */
+                           /* when their forwards do not overlap */
 } hx_moe_options;
+#define HX_WORKSPACE_ALIGNMENT 256
 #define HX_MOE_OPTIONS_INIT \
-  { sizeof(hx_moe_options), NULL, 0, 0 }
+  { sizeof(hx_moe_options), NULL, 0, 0, NULL, 0 }
 
 typedef struct hx_moe_inputs {
   size_t size;
@@ -326,11 +332,17 @@ typedef struct hx_moe_inputs {
 typedef struct hx_moe hx_moe;
 
 /* Plans a layer and allocates its workspace. Keeps `weights` alive. HX_INVALID_ARGUMENT,
- * _ACTIVATION_MISMATCH, _UNSUPPORTED, _UNSUPPORTED_DEVICE, _TOO_LARGE, _NOT_FOUND, _OUT_OF_MEMORY. */
+ * _ACTIVATION_MISMATCH, _UNSUPPORTED, _UNSUPPORTED_DEVICE, _TOO_LARGE, _NOT_FOUND, _OUT_OF_MEMORY,
+ * and of the caller's workspace: _WORKSPACE_TOO_SMALL, _MISALIGNED, _NULL_POINTER. */
 HX_API hx_status hx_moe_create(const hx_moe_problem* problem,
                                const hx_weights* weights,
                                const hx_moe_options* options,
                                hx_moe** moe);
+/* Bytes that a workspace of the caller must have for that layer. Fails as hx_moe_create() does. */
+HX_API hx_status hx_moe_workspace_bytes_for(const hx_moe_problem* problem,
+                                            const hx_weights* weights,
+                                            const hx_moe_options* options,
+                                            int64_t* bytes);
 /* NULL is ignored. */
 HX_API void hx_moe_free(hx_moe* moe);
 

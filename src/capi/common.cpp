@@ -40,6 +40,7 @@ static_assert(HX_VERSION_MAJOR == HEXPERT_VERSION_MAJOR &&
 static_assert(HX_SWIGLU_OAI == static_cast<int>(hexpert::ActivationType::kSwiGluOai) &&
               HX_SITU == static_cast<int>(hexpert::ActivationType::kSiTu));
 static_assert(HX_SCALES_8X4 == static_cast<int>(hexpert::ScaleLayout::k8x4));
+static_assert(HX_WORKSPACE_ALIGNMENT == kWorkspaceAlignment);
 static_assert(HX_DOWN == static_cast<int>(hexpert::ExpertWeights::Projection::kDown));
 
 // A text that needs no memory when there is none.
@@ -124,6 +125,7 @@ Result<float*> floats(const char* name, const DLTensor* tensor, int64_t count) {
 
 }  // namespace hexpert::capi
 
+using hexpert::DeviceType;
 using hexpert::ErrorCode;
 using hexpert::Status;
 namespace capi = hexpert::capi;
@@ -161,6 +163,7 @@ hx_status hx_get_backend(int32_t index, hx_backend_info* info) {
     }
     const hexpert::BackendInfo& found = infos[static_cast<size_t>(index)];
     info->name = found.name.data();  // a literal
+    info->device_type = found.device == DeviceType::kCpu ? kDLCPU : kDLCUDA;
     info->available = found.available ? 1 : 0;
     info->reason = found.reason.c_str();
     return {};

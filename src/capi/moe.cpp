@@ -32,7 +32,8 @@ Result<MoeOptions> options_of(const hx_moe_options* given) {
   if (!in.ok()) return in.status();
   return MoeOptions{.backend = string_of(in->backend),
                     .num_threads = in->num_threads,
-                    .batch_invariant = in->batch_invariant != 0};
+                    .batch_invariant = in->batch_invariant != 0,
+                    .workspace = {in->workspace, in->workspace_bytes}};
 }
 
 Result<MoeInputs> inputs_of(const hx_moe_inputs* given) {
@@ -75,6 +76,23 @@ hx_status hx_moe_create(const hx_moe_problem* problem,
     std::string plan = layer->plan();
     *moe = new hx_moe{weights->weights, *std::move(layer), std::move(plan)};
     return {};
+  });
+}
+
+hx_status hx_moe_workspace_bytes_for(const hx_moe_problem* problem,
+                                     const hx_weights* weights,
+                                     const hx_moe_options* options,
+                                     int64_t* bytes) {
+  return capi::call([&]() -> Status {
+    HX_RETURN_IF_ERROR(capi::require("weights", weights));
+    HX_RETURN_IF_ERROR(capi::require("bytes", bytes));
+    const auto sizes = capi::problem_of(problem);
+    if (!sizes.ok()) return sizes.status();
+    const auto rules = capi::options_of(options);
+    if (!rules.ok()) return rules.status();
+    const auto needed = hexpert::RoutedMoe::workspace_bytes_for(*sizes, *weights->weights, *rules);
+    if (needed.ok()) *bytes = *needed;
+    return needed.status();
   });
 }
 

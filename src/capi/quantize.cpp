@@ -49,12 +49,13 @@ Result<Nvfp4View> nvfp4_of(const char* name, const hx_nvfp4* given) {
   return view;
 }
 
-Result<QuantizeOptions> options_of(const hx_quantize_options* given) {
+Result<QuantizeOptions> options_of(const hx_quantize_options* given, void* stream) {
   const Result<hx_quantize_options> in =
       read_or("options", given, hx_quantize_options HX_QUANTIZE_OPTIONS_INIT);
   if (!in.ok()) return in.status();
   QuantizeOptions options;
   options.num_threads = in->num_threads;
+  options.stream = {stream};
   if (in->four_over_six < HX_FOUR_OVER_SIX_OFF || in->four_over_six > HX_FOUR_OVER_SIX_MSE) {
     return Status(ErrorCode::kInvalidArgument,
                   fmt::format("options.four_over_six: expected 0..{}, got {}",
@@ -90,13 +91,13 @@ hx_status hx_quantize_tokens(const DLTensor* hidden_states,
                              int64_t padded_hidden_size,
                              const hx_nvfp4* out,
                              const hx_quantize_options* options,
-                             void* /*stream*/) {
+                             void* stream) {
   return capi::call([&]() -> Status {
     const Result<TensorView> x = hexpert::view_of("hidden_states", "bf16", hidden_states);
     if (!x.ok()) return x.status();
     const auto to = capi::nvfp4_of("out", out);
     if (!to.ok()) return to.status();
-    const auto rules = capi::options_of(options);
+    const auto rules = capi::options_of(options, stream);
     if (!rules.ok()) return rules.status();
     return hexpert::quantize_tokens(*x, padded_hidden_size, *to, *rules);
   });
@@ -105,13 +106,13 @@ hx_status hx_quantize_tokens(const DLTensor* hidden_states,
 hx_status hx_quantize_matrix(const DLTensor* matrix,
                              const hx_nvfp4* out,
                              const hx_quantize_options* options,
-                             void* /*stream*/) {
+                             void* stream) {
   return capi::call([&]() -> Status {
     const Result<TensorView> x = hexpert::view_of("matrix", "bf16", matrix);
     if (!x.ok()) return x.status();
     const auto to = capi::nvfp4_of("out", out);
     if (!to.ok()) return to.status();
-    const auto rules = capi::options_of(options);
+    const auto rules = capi::options_of(options, stream);
     if (!rules.ok()) return rules.status();
     return hexpert::quantize_matrix(*x, *to, *rules);
   });

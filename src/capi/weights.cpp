@@ -9,13 +9,25 @@ namespace {
 
 using Projection = ExpertWeights::Projection;
 
-Result<PrepareOptions> options_of(const hx_prepare_options* given) {
+// `where` is the device of the stacks.
+Result<PrepareOptions> options_of(const hx_prepare_options* given,
+                                  const Device& where = {},
+                                  void* stream = nullptr) {
   const Result<hx_prepare_options> in =
       read_or("options", given, hx_prepare_options HX_PREPARE_OPTIONS_INIT);
   if (!in.ok()) return in.status();
-  return PrepareOptions{.backend = string_of(in->backend),
-                        .refuse_nonfinite = in->refuse_nonfinite != 0,
-                        .num_threads = in->num_threads};
+  PrepareOptions options{.backend = string_of(in->backend),
+                         .refuse_nonfinite = in->refuse_nonfinite != 0,
+                         .num_threads = in->num_threads,
+                         .device = where,
+                         .stream = {stream}};
+  if (in->device_type != 0) {
+    const Result<Device> device = device_of(
+        "options.device_type", {static_cast<DLDeviceType>(in->device_type), in->device_id});
+    if (!device.ok()) return device.status();
+    options.device = *device;
+  }
+  return options;
 }
 
 // Hands the weights of `made` to the caller.
@@ -132,13 +144,15 @@ namespace capi = hexpert::capi;
 hx_status hx_weights_prepare(const DLTensor* fc1_weight,
                              const DLTensor* fc2_weight,
                              const hx_prepare_options* options,
-                             void* /*stream*/,
+                             void* stream,
                              hx_weights** weights) {
   return capi::call([&]() -> Status {
     HX_RETURN_IF_ERROR(capi::require("weights", weights));
     const auto stacks = capi::pair_of(fc1_weight, fc2_weight);
     if (!stacks.ok()) return stacks.status();
-    const auto rules = capi::options_of(options);
+    const bool on_host = stacks->fc1.device.type == hexpert::DeviceType::kCpu;
+    const auto rules =
+        capi::options_of(options, on_host ? stacks->fc2.device : stacks->fc1.device, stream);
     if (!rules.ok()) return rules.status();
     return capi::hand_over(ExpertWeights::prepare(stacks->fc1, stacks->fc2, *rules), weights);
   });
@@ -188,12 +202,12 @@ void hx_weights_free(hx_weights* weights) {
 hx_status hx_weights_refresh(hx_weights* weights,
                              const DLTensor* fc1_weight,
                              const DLTensor* fc2_weight,
-                             void* /*stream*/) {
+                             void* stream) {
   return capi::call([&]() -> Status {
     HX_RETURN_IF_ERROR(capi::require("weights", weights));
     const auto stacks = capi::pair_of(fc1_weight, fc2_weight);
     if (!stacks.ok()) return stacks.status();
-    return weights->weights->refresh(stacks->fc1, stacks->fc2);
+    return weights->weights->refresh(stacks->fc1, stacks->fc2, {stream});
   });
 }
 
@@ -201,12 +215,12 @@ hx_status hx_weights_set_expert(hx_weights* weights,
                                 int64_t expert,
                                 const DLTensor* fc1_weight,
                                 const DLTensor* fc2_weight,
-                                void* /*stream*/) {
+                                void* stream) {
   return capi::call([&]() -> Status {
     HX_RETURN_IF_ERROR(capi::require("weights", weights));
     const auto matrices = capi::pair_of(fc1_weight, fc2_weight);
     if (!matrices.ok()) return matrices.status();
-    return weights->weights->set_expert(expert, matrices->fc1, matrices->fc2);
+    return weights->weights->set_expert(expert, matrices->fc1, matrices->fc2, {stream});
   });
 }
 

@@ -1,0 +1,395 @@
+#include "arrays.hpp"
+
+#include <fmt/format.h>
+#include <nanobind/stl/string.h>
+
+#include <cstring>
+#include <optional>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "capi/dlpack_view.hpp"
+
+namespace hexpert::python {
+namespace {
+
+PyObject* unsupported_error = nullptr;
+
+PyObject* exception_type(ErrorCode code) {
+  switch (code) {
+    case ErrorCode::kInvalidDtype:
+      return PyExc_TypeError;
+    case ErrorCode::kUnsupported:
+    case ErrorCode::kUnsupportedDevice:
+      return unsupported_error;
+    case ErrorCode::kOutOfMemory:
+      return PyExc_MemoryError;
+    case ErrorCode::kIoError:
+      return PyExc_OSError;
+    case ErrorCode::kDeviceError:
+      return PyExc_RuntimeError;
+    default:
+      return PyExc_ValueError;
+  }
+}
+
+// The module if somebody has imported it already.
+nb::handle loaded_module(const char* name) {
+  return PyDict_GetItemString(PyImport_GetModuleDict(), name);  // borrowed
+}
+
+bool is_instance(nb::handle object, const char* module, const char* type) {
+  const nb::handle loaded = loaded_module(module);
+  if (!loaded.is_valid() || !nb::hasattr(loaded, type)) return false;
+  return nb::isinstance(object, loaded.attr(type));
+}
+
+std::string text_of(const nb::object& object) {
+  return nb::cast<std::string>(nb::str(nb::handle(object)));
+}
+
+std::string name_of_type(nb::handle object) {
+  return text_of(nb::handle(object.type()).attr("__name__"));
+}
+
+std::string shape_text(nb::handle shape) {
+  std::string text = "[";
+  for (nb::handle extent : nb::iter(shape))
+    text += (text.size() > 1 ? ", " : "") + text_of(nb::borrow(extent));
+  return text + "]";
+}
+
+std::optional<DType> dtype_by_name(std::string_view name) {
+  constexpr std::pair<std::string_view, DType> kNames[] = {{"uint8", DType::kU8},
+                                                           {"float8_e4m3fn", DType::kE4M3},
+                                                           {"bfloat16", DType::kBF16},
+                                                           {"float16", DType::kF16},
+                                                           {"float32", DType::kF32},
+                                                           {"int32", DType::kI32},
+                                                           {"int64", DType::kI64}};
+  for (const auto& [known, dtype] : kNames) {
+    if (known == name) return dtype;
+  }
+  return std::nullopt;
+}
+
+// torch's dtype objects, which live as long as torch.
+std::optional<DType> torch_dtype(nb::handle torch, nb::handle dtype) {
+  static const std::vector<std::pair<PyObject*, DType>> known = [&] {
+    std::vector<std::pair<PyObject*, DType>> pairs;
+    for (const char* name :
+         {"bfloat16", "int64", "int32", "float32", "uint8", "float16", "float8_e4m3fn"}) {
+      if (!nb::hasattr(torch, name)) continue;
+      pairs.emplace_back(nb::object(torch.attr(name)).release().ptr(), *dtype_by_name(name));
+    }
+    return pairs;
+  }();
+  for (const auto& [object, value] : known) {
+    if (dtype.ptr() == object) return value;
+  }
+  return std::nullopt;
+}
+
+// What is known of a Python type; looked up once.
+struct TypeInfo {
+  PyTypeObject* type = nullptr;
+  Framework framework = Framework::kOther;
+  bool is_array = true;
+  const DLPackExchangeAPI* exchange = nullptr;  // of torch 2.10 and newer
+};
+
+const DLPackExchangeAPI* exchange_of(nb::handle type) {
+  const nb::object capsule = nb::getattr(type, "__dlpack_c_exchange_api__", nb::none());
+  if (PyCapsule_IsValid(capsule.ptr(), "dlpack_exchange_api") == 0) return nullptr;
+  const auto* api = static_cast<const DLPackExchangeAPI*>(
+      PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+  const bool known = api->header.version.major == DLPACK_MAJOR_VERSION;
+  return known && api->dltensor_from_py_object_no_sync != nullptr ? api : nullptr;
+}
+
+TypeInfo look_at(nb::handle object) {
+  TypeInfo info;
+  info.type = Py_TYPE(object.ptr());
+  if (is_instance(object, "torch", "Tensor")) {
+    info.framework = Framework::kTorch;
+    info.exchange = exchange_of(object.type());
+  } else if (is_instance(object, "numpy", "ndarray")) {
+    info.framework = Framework::kNumpy;
+  } else {
+    info.is_array = nb::hasattr(object, "__dlpack__") && nb::hasattr(object, "__dlpack_device__");
+    if (is_instance(object, "cupy", "ndarray")) info.framework = Framework::kCupy;
+  }
+  return info;
+}
+
+// Guarded by the interpreter lock. Types are kept alive, so that none is taken for another.
+TypeInfo info_of(nb::handle object) {
+  constexpr size_t kMostTypes = 32;
+  static std::vector<TypeInfo> known;
+  for (const TypeInfo& info : known) {
+    if (info.type == Py_TYPE(object.ptr())) return info;
+  }
+  const TypeInfo info = look_at(object);
+  if (info.is_array && known.size() < kMostTypes) {
+    Py_INCREF(info.type);
+    known.push_back(info);
+  }
+  return info;
+}
+
+template <typename Managed>
+void release_managed(void* managed) {
+  auto* tensor = static_cast<Managed*>(managed);
+  if (tensor->deleter != nullptr) tensor->deleter(tensor);
+}
+
+}  // namespace
+
+void raise(const Status& failure) {
+  PyErr_SetString(exception_type(failure.code()), failure.to_string().c_str());
+  throw nb::python_error();
+}
+
+void bind_exceptions(nb::module_& m) {
+  unsupported_error = PyErr_NewExceptionWithDoc(
+      "hexpert.UnsupportedError",
+      "Valid, but not something that this build can do on this machine; the text says why.",
+      PyExc_RuntimeError,
+      nullptr);
+  m.attr("UnsupportedError") = nb::handle(unsupported_error);
+}
+
+Array::Array(nb::handle object, const char* name, const char* wanted)
+    : object_(object), name_(name), wanted_(wanted) {
+  const TypeInfo info = info_of(object);
+  framework_ = info.framework;
+  if (framework_ == Framework::kTorch) {
+    if (info.exchange == nullptr || !take_exchange(*info.exchange)) take_torch();
+  } else if (framework_ == Framework::kNumpy) {
+    take_numpy();
+  } else if (info.is_array) {
+    take_dlpack();
+  } else {
+    throw nb::type_error(fmt::format("{}: expected an array of {} (numpy, torch, or any with "
+                                     "__dlpack__), got {}",
+                                     name,
+                                     wanted,
+                                     object.is_none() ? "None" : name_of_type(object))
+                             .c_str());
+  }
+  check_dtype();
+}
+
+// `wanted` is a list in words.
+void Array::check_dtype() const {
+  const std::string_view wanted(wanted_);
+  const std::string_view given = to_string(view_.dtype);
+  const size_t at = wanted.find(given);
+  const bool accepted = at != std::string_view::npos && (at == 0 || wanted[at - 1] == ' ');
+  if (!accepted) wrong_dtype(describe(view_));
+}
+
+// torch's own view of a tensor, in nanoseconds. False: it has none, and why is said by take_torch().
+bool Array::take_exchange(const DLPackExchangeAPI& exchange) {
+  DLTensor tensor;
+  if (exchange.dltensor_from_py_object_no_sync(object_.ptr(), &tensor) != 0) {
+    PyErr_Clear();
+    return false;
+  }
+  exchange_ = &exchange;
+  view_ = check(view_of(name_, wanted_, &tensor));
+  return true;
+}
+
+const TensorView& Array::writable() const {
+  if (read_only_) {
+    raise({ErrorCode::kInvalidOutput,
+           fmt::format("{}: expected memory that may be written, got a read-only array", name_)});
+  }
+  return view_;
+}
+
+void Array::wrong_dtype(const std::string& given) const {
+  raise({ErrorCode::kInvalidDtype, fmt::format("{}: expected {}, got {}", name_, wanted_, given)});
+}
+
+void Array::take_numpy() {
+  const nb::object dtype = object_.attr("dtype");
+  const nb::dict interface = object_.attr("__array_interface__");
+  const auto name = nb::cast<std::string>(dtype.attr("name"));
+  const auto order = nb::cast<std::string>(interface["typestr"]);
+  const nb::tuple shape = interface["shape"];
+  const auto described = [&] { return shape_text(shape) + " " + name; };
+  if (order.front() == '>') wrong_dtype(described() + " in big-endian byte order");
+  std::optional<DType> known = dtype_by_name(name);
+  // numpy has no BF16: without ml_dtypes its bits travel as uint16.
+  if (name == "uint16" && std::strstr(wanted_, "bf16") != nullptr) known = DType::kBF16;
+  if (!known) wrong_dtype(described());
+  const nb::tuple data = interface["data"];
+  view_.data = reinterpret_cast<void*>(nb::cast<uintptr_t>(data[0]));
+  read_only_ = nb::cast<bool>(data[1]);
+  view_.dtype = *known;
+  if (nb::len(shape) > static_cast<size_t>(kMaxRank)) {
+    raise({ErrorCode::kInvalidShape,
+           fmt::format("{}: expected rank 0..{}, got {}", name_, kMaxRank, nb::len(shape))});
+  }
+  view_.rank = static_cast<int>(nb::len(shape));
+  const nb::object strides = interface["strides"];
+  int64_t packed = 1;
+  for (int i = view_.rank - 1; i >= 0; --i) {
+    view_.shape[i] = nb::cast<int64_t>(shape[static_cast<size_t>(i)]);
+    view_.strides[i] = packed;
+    packed *= view_.shape[i];
+    if (strides.is_none()) continue;
+    const auto bytes = nb::cast<int64_t>(strides[static_cast<size_t>(i)]);
+    if (bytes % size_of(view_.dtype) != 0) {
+      raise({ErrorCode::kNotContiguous,
+             fmt::format("{}: expected strides in whole elements, got {} bytes for {}",
+                         name_,
+                         bytes,
+                         described())});
+    }
+    view_.strides[i] = bytes / size_of(view_.dtype);
+  }
+}
+
+void Array::take_torch() {
+  const nb::handle torch = loaded_module("torch");
+  const nb::object dtype = object_.attr("dtype");
+  const nb::object shape = object_.attr("shape");
+  const std::optional<DType> known = torch_dtype(torch, dtype);
+  if (!known) {
+    auto name = text_of(dtype);
+    wrong_dtype(shape_text(shape) + " " + name.substr(name.find('.') + 1));
+  }
+  if (!object_.attr("layout").is(torch.attr("strided"))) {
+    raise({ErrorCode::kNotContiguous,
+           fmt::format("{}: expected a dense tensor, got layout {}",
+                       name_,
+                       text_of(object_.attr("layout")))});
+  }
+  if (nb::cast<bool>(object_.attr("is_cuda"))) {
+    view_.device = Device::cuda(nb::cast<int>(object_.attr("get_device")()));
+  } else if (!nb::cast<bool>(object_.attr("is_cpu"))) {
+    raise({ErrorCode::kDeviceMismatch,
+           fmt::format("{}: expected memory of cpu or cuda, got {}",
+                       name_,
+                       text_of(object_.attr("device")))});
+  }
+  const nb::object strides = object_.attr("stride")();
+  view_.dtype = *known;
+  const size_t rank = nb::len(shape);
+  if (rank > static_cast<size_t>(kMaxRank)) {
+    raise({ErrorCode::kInvalidShape,
+           fmt::format("{}: expected rank 0..{}, got {}", name_, kMaxRank, rank)});
+  }
+  view_.rank = static_cast<int>(rank);
+  for (size_t i = 0; i < rank; ++i) {
+    view_.shape[i] = nb::cast<int64_t>(shape[i]);
+    view_.strides[i] = nb::cast<int64_t>(strides[i]);
+  }
+  view_.data = reinterpret_cast<void*>(nb::cast<uintptr_t>(object_.attr("data_ptr")()));
+}
+
+// Exporters from before DLPack 1 do not know max_version.
+nb::object Array::export_capsule(const nb::dict& arguments) const {
+  nb::dict versioned;
+  for (auto [key, value] : arguments)
+    versioned[key] = value;
+  versioned["max_version"] = nb::make_tuple(DLPACK_MAJOR_VERSION, DLPACK_MINOR_VERSION);
+  const nb::object method = object_.attr("__dlpack__");
+  try {
+    return method(**versioned);
+  } catch (nb::python_error& error) {
+    if (!error.matches(PyExc_TypeError)) {
+      wrong_dtype(
+          fmt::format("{} that has no DLPack form: {}", name_of_type(object_), error.what()));
+    }
+  }
+  return method(**arguments);
+}
+
+void Array::take_dlpack() {
+  const nb::object device = object_.attr("__dlpack_device__")();
+  nb::dict arguments;
+  if (nb::cast<int>(device[0]) == kDLCUDA) {
+    view_.device = Device::cuda(nb::cast<int>(device[1]));
+    const auto stream = reinterpret_cast<uintptr_t>(stream_of(*this, nb::none()).handle);
+    arguments["stream"] = stream == 0 ? 1 : stream;  // DLPack spells the default stream 1
+  }
+  const nb::object capsule = export_capsule(arguments);
+  const DLTensor* tensor = nullptr;
+  if (PyCapsule_IsValid(capsule.ptr(), "dltensor_versioned") != 0) {
+    auto* managed = static_cast<DLManagedTensorVersioned*>(
+        PyCapsule_GetPointer(capsule.ptr(), "dltensor_versioned"));
+    PyCapsule_SetName(capsule.ptr(), "used_dltensor_versioned");
+    managed_ = {managed, release_managed<DLManagedTensorVersioned>};
+    if (managed->version.major != DLPACK_MAJOR_VERSION) {
+      wrong_dtype(fmt::format("DLPack version {}", managed->version.major));
+    }
+    read_only_ = (managed->flags & DLPACK_FLAG_BITMASK_READ_ONLY) != 0;
+    tensor = &managed->dl_tensor;
+  } else {
+    auto* managed = static_cast<DLManagedTensor*>(PyCapsule_GetPointer(capsule.ptr(), "dltensor"));
+    if (managed == nullptr) throw nb::python_error();
+    PyCapsule_SetName(capsule.ptr(), "used_dltensor");
+    managed_ = {managed, release_managed<DLManagedTensor>};
+    tensor = &managed->dl_tensor;
+  }
+  // jax arrays never change; not every version marks them.
+  read_only_ = read_only_ || is_instance(object_, "jax", "Array");
+  view_ = check(view_of(name_, wanted_, tensor));
+}
+
+Device parse_device(nb::handle device) {
+  const auto text = nb::cast<std::string>(nb::str(device));  // a torch.device says "cuda:1"
+  if (text == "cpu") return Device::cpu();
+  if (text == "cuda") return Device::cuda(0);
+  if (text.rfind("cuda:", 0) == 0 && text.size() > 5 && text.size() < 10 &&
+      text.find_first_not_of("0123456789", 5) == std::string::npos) {
+    return Device::cuda(std::stoi(text.substr(5)));
+  }
+  raise({ErrorCode::kInvalidArgument,
+         fmt::format("device: expected \"cpu\", \"cuda\" or \"cuda:N\", got {}", text)});
+}
+
+Stream stream_of(const Array& array, nb::handle given) {
+  if (!given.is_none()) return {reinterpret_cast<void*>(nb::cast<uintptr_t>(given))};
+  if (array.view().device.type != DeviceType::kCuda) return {};
+  if (array.exchange() != nullptr) {
+    void* current = nullptr;
+    if (array.exchange()->current_work_stream(kDLCUDA, array.view().device.index, &current) != 0) {
+      throw nb::python_error();
+    }
+    return {current};
+  }
+  nb::object stream;
+  if (array.framework() == Framework::kTorch) {
+    const nb::handle torch = loaded_module("torch");
+    stream =
+        torch.attr("cuda").attr("current_stream")(array.view().device.index).attr("cuda_stream");
+  } else if (array.framework() == Framework::kCupy) {
+    stream = loaded_module("cupy").attr("cuda").attr("get_current_stream")().attr("ptr");
+  } else {
+    return {};
+  }
+  return {reinterpret_cast<void*>(nb::cast<uintptr_t>(stream))};
+}
+
+nb::object new_array(nb::handle like,
+                     std::initializer_list<int64_t> shape,
+                     const char* dtype,
+                     bool zeroed) {
+  nb::list extents;
+  for (const int64_t extent : shape)
+    extents.append(extent);
+  return nb::module_::import_("hexpert._arrays")
+      .attr("new")(like, nb::tuple(extents), dtype, zeroed);
+}
+
+nb::object finish(nb::handle like, const nb::object& array) {
+  return nb::module_::import_("hexpert._arrays").attr("finish")(like, array);
+}
+
+}  // namespace hexpert::python

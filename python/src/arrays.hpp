@@ -1,0 +1,95 @@
+// Arrays of numpy, torch and every framework that speaks DLPack, as views without a copy.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <initializer_list>
+#include <memory>
+#include <string>
+
+#include "hexpert/dlpack.h"
+#include "hexpert/status.hpp"
+#include "hexpert/tensor.hpp"
+
+namespace hexpert::python {
+
+namespace nb = nanobind;
+
+// Raises the Python exception that fits a failure.
+[[noreturn]] void raise(const Status& failure);
+inline void check(const Status& status) {
+  if (!status.ok()) raise(status);
+}
+template <typename T>
+T check(Result<T> result) {
+  check(result.status());
+  return *std::move(result);
+}
+// Makes hexpert.UnsupportedError.
+void bind_exceptions(nb::module_& m);
+
+// The frameworks that are looked at in a way of their own.
+enum class Framework : uint8_t { kNumpy, kTorch, kCupy, kOther };
+
+// An array argument, borrowed for one call.
+class Array {
+ public:
+  // `name` is the argument's, `wanted` its accepted element types: "bf16", "i32 or i64". Raises
+  // TypeError for what is no array or has another element type, ValueError for an unknown device.
+  // uint16 is taken as the bits of BF16 where `wanted` says bf16.
+  Array(nb::handle object, const char* name, const char* wanted);
+
+  const TensorView& view() const { return view_; }
+  // The view of an argument that will be written: ValueError for read-only memory.
+  const TensorView& writable() const;
+  Framework framework() const { return framework_; }
+  // torch's DLPack functions, or null.
+  const DLPackExchangeAPI* exchange() const { return exchange_; }
+  nb::handle object() const { return object_; }
+
+ private:
+  void take_numpy();
+  bool take_exchange(const DLPackExchangeAPI& exchange);
+  void take_torch();
+  void take_dlpack();
+  nb::object export_capsule(const nb::dict& arguments) const;
+  void check_dtype() const;
+  [[noreturn]] void wrong_dtype(const std::string& given) const;
+
+  nb::handle object_;
+  const char* name_;
+  const char* wanted_;
+  TensorView view_;
+  bool read_only_ = false;
+  Framework framework_ = Framework::kOther;
+  const DLPackExchangeAPI* exchange_ = nullptr;
+  std::unique_ptr<void, void (*)(void*)> managed_{nullptr, nullptr};  // of a DLPack capsule
+};
+
+// "cpu", "cuda", "cuda:1" or a torch.device.
+Device parse_device(nb::handle device);
+
+// The stream that work on `array` belongs to: `given` if not None, else the current one of the
+// framework that owns the array. Null on the CPU.
+Stream stream_of(const Array& array, nb::handle given);
+
+// A new array of the framework and device of `like`. `dtype` is "uint8", "float32" or "like".
+nb::object new_array(nb::handle like,
+                     std::initializer_list<int64_t> shape,
+                     const char* dtype,
+                     bool zeroed = false);
+// What the caller gets for an array made by new_array().
+nb::object finish(nb::handle like, const nb::object& array);
+
+// Runs `function`, which returns a Status or a Result, without the interpreter lock, and raises what
+// it reports.
+template <typename Function>
+auto without_gil(const Function& function) {
+  auto result = [&] {
+    const nb::gil_scoped_release released;
+    return function();
+  }();
+  return check(std::move(result));
+}
+
+}  // namespace hexpert::python

@@ -1,0 +1,451 @@
+// hexpert.ExpertWeights.
+#include <fmt/format.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/string_view.h>
+
+#include <array>
+#include <mutex>
+#include <optional>
+
+#include "arrays.hpp"
+#include "bindings.hpp"
+#include "hexpert/checkpoint.hpp"
+
+namespace hexpert::python {
+namespace {
+
+using namespace nb::literals;  // NOLINT(google-build-using-namespace)
+
+WeightsHandle handle_of(ExpertWeights weights) {
+  return {std::make_shared<SharedWeights>(std::move(weights))};
+}
+
+PrepareOptions options_of(const std::string& backend,
+                          bool refuse_nonfinite,
+                          int num_threads,
+                          const Device& device,
+                          Stream stream = {}) {
+  return {.backend = backend,
+          .refuse_nonfinite = refuse_nonfinite,
+          .num_threads = num_threads,
+          .device = device,
+          .stream = stream};
+}
+
+// The stack that says where the weights live.
+const Array& leading(const Array& fc1, const Array& fc2) {
+  return fc1.view().device.type == DeviceType::kCpu ? fc2 : fc1;
+}
+
+WeightsHandle prepare(nb::handle fc1_weight,
+                      nb::handle fc2_weight,
+                      const std::string& backend,
+                      bool refuse_nonfinite,
+                      int num_threads,
+                      nb::handle device,
+                      nb::handle stream) {
+  const Array fc1(fc1_weight, "fc1_weight", "bf16");
+  const Array fc2(fc2_weight, "fc2_weight", "bf16");
+  const Array& leader = leading(fc1, fc2);
+  const PrepareOptions options =
+      options_of(backend,
+                 refuse_nonfinite,
+                 num_threads,
+                 device.is_none() ? leader.view().device : parse_device(device),
+                 stream_of(leader, stream));
+  return handle_of(
+      without_gil([&] { return ExpertWeights::prepare(fc1.view(), fc2.view(), options); }));
+}
+
+WeightsHandle load(nb::handle path,
+                   const std::string& prefix,
+                   int64_t first_expert,
+                   int64_t num_experts,
+                   const std::string& backend,
+                   int num_threads,
+                   nb::handle device) {
+  const auto file = nb::cast<std::string>(nb::module_::import_("os").attr("fspath")(path));
+  const PrepareOptions options = options_of(backend, false, num_threads, parse_device(device));
+  return handle_of(without_gil([&]() -> Result<ExpertWeights> {
+    const Result<Checkpoint> checkpoint = Checkpoint::open(file);
+    if (!checkpoint.ok()) return checkpoint.status();
+    return load_experts(*checkpoint, prefix, options, first_expert, num_experts);
+  }));
+}
+
+void refresh(const WeightsHandle& self,
+             nb::handle fc1_weight,
+             nb::handle fc2_weight,
+             nb::handle stream) {
+  const Array fc1(fc1_weight, "fc1_weight", "bf16");
+  const Array fc2(fc2_weight, "fc2_weight", "bf16");
+  const Stream on = stream_of(leading(fc1, fc2), stream);
+  without_gil([&] {
+    const std::unique_lock lock(self.shared->mutex);
+    return self.shared->weights.refresh(fc1.view(), fc2.view(), on);
+  });
+}
+
+void set_expert(const WeightsHandle& self,
+                int64_t expert,
+                nb::handle fc1_weight,
+                nb::handle fc2_weight,
+                nb::handle stream) {
+  const Array fc1(fc1_weight, "fc1_weight", "bf16");
+  const Array fc2(fc2_weight, "fc2_weight", "bf16");
+  const Stream on = stream_of(leading(fc1, fc2), stream);
+  without_gil([&] {
+    const std::unique_lock lock(self.shared->mutex);
+    return self.shared->weights.set_expert(expert, fc1.view(), fc2.view(), on);
+  });
+}
+
+// The fields of CanonicalWeights, in its order.
+constexpr std::array<const char*, 7> kFields = {"fc1_data",
+                                                "fc1_scale_swizzled",
+                                                "fc1_alpha",
+                                                "fc1_gate_alpha",
+                                                "fc2_data",
+                                                "fc2_scale_swizzled",
+                                                "fc2_alpha"};
+using CanonicalArrays = std::array<std::optional<Array>, kFields.size()>;
+
+bool is_alpha(size_t field) {
+  return field == 2 || field == 3 || field == 6;
+}
+
+// Elements of each field.
+std::array<int64_t, kFields.size()> counts_of(const ExpertShape& shape) {
+  const int64_t experts = shape.num_local_experts;
+  const int64_t fc1 = experts * shape.canonical_fc1_rows() * shape.padded_hidden_size();
+  const int64_t fc2 = experts * shape.padded_hidden_size() * shape.padded_intermediate_size();
+  return {fc1 / 2, fc1 / 16, experts, experts, fc2 / 2, fc2 / 16, experts};
+}
+
+CanonicalWeights canonical_of(const ExpertShape& shape,
+                              const std::array<nb::handle, kFields.size()>& given,
+                              CanonicalArrays& arrays,
+                              bool written) {
+  const auto counts = counts_of(shape);
+  std::array<void*, kFields.size()> memory{};
+  for (size_t i = 0; i < kFields.size(); ++i) {
+    if (given[i].is_none()) continue;
+    const char* wanted = is_alpha(i) ? "f32" : i == 1 || i == 5 ? "u8 or e4m3" : "u8";
+    const Array& array = arrays[i].emplace(given[i], kFields[i], wanted);
+    const TensorView& view = written ? array.writable() : array.view();
+    if (view.device != Device::cpu()) {
+      raise(
+          {ErrorCode::kDeviceMismatch,
+           fmt::format("{}: expected memory of cpu, got {}", kFields[i], to_string(view.device))});
+    }
+    if (!view.is_contiguous()) {
+      raise({ErrorCode::kNotContiguous,
+             fmt::format("{}: expected a packed array, got {}", kFields[i], describe(view))});
+    }
+    if (view.num_elements() != counts[i]) {
+      raise(
+          {ErrorCode::kShapeMismatch,
+           fmt::format("{}: expected {} elements, got {}", kFields[i], counts[i], describe(view))});
+    }
+    memory[i] = view.data;
+  }
+  CanonicalWeights out;
+  out.fc1_data = static_cast<uint8_t*>(memory[0]);
+  out.fc1_scale_swizzled = static_cast<uint8_t*>(memory[1]);
+  out.fc1_alpha = static_cast<float*>(memory[2]);
+  out.fc1_gate_alpha = static_cast<float*>(memory[3]);
+  out.fc2_data = static_cast<uint8_t*>(memory[4]);
+  out.fc2_scale_swizzled = static_cast<uint8_t*>(memory[5]);
+  out.fc2_alpha = static_cast<float*>(memory[6]);
+  return out;
+}
+
+void import_canonical(const WeightsHandle& self,
+                      nb::handle fc1_data,
+                      nb::handle fc1_scale_swizzled,
+                      nb::handle fc1_alpha,
+                      nb::handle fc2_data,
+                      nb::handle fc2_scale_swizzled,
+                      nb::handle fc2_alpha,
+                      nb::handle fc1_gate_alpha) {
+  CanonicalArrays arrays;
+  const CanonicalWeights source = canonical_of(self.shared->weights.shape(),
+                                               {fc1_data,
+                                                fc1_scale_swizzled,
+                                                fc1_alpha,
+                                                fc1_gate_alpha,
+                                                fc2_data,
+                                                fc2_scale_swizzled,
+                                                fc2_alpha},
+                                               arrays,
+                                               false);
+  without_gil([&] {
+    const std::unique_lock lock(self.shared->mutex);
+    return self.shared->weights.import_canonical(source);
+  });
+}
+
+// Into arrays of the caller.
+void export_canonical_into(const WeightsHandle& self,
+                           nb::handle fc1_data,
+                           nb::handle fc1_scale_swizzled,
+                           nb::handle fc1_alpha,
+                           nb::handle fc2_data,
+                           nb::handle fc2_scale_swizzled,
+                           nb::handle fc2_alpha,
+                           nb::handle fc1_gate_alpha) {
+  CanonicalArrays arrays;
+  const CanonicalWeights out = canonical_of(self.shared->weights.shape(),
+                                            {fc1_data,
+                                             fc1_scale_swizzled,
+                                             fc1_alpha,
+                                             fc1_gate_alpha,
+                                             fc2_data,
+                                             fc2_scale_swizzled,
+                                             fc2_alpha},
+                                            arrays,
+                                            true);
+  without_gil([&] {
+    const std::shared_lock lock(self.shared->mutex);
+    return self.shared->weights.export_canonical(out);
+  });
+}
+
+// Into new numpy arrays, or torch tensors with like=torch tensor.
+nb::dict export_canonical(const WeightsHandle& self, nb::handle like) {
+  const ExpertShape shape = self.shared->weights.shape();
+  const int64_t experts = shape.num_local_experts;
+  const int64_t rows = shape.canonical_fc1_rows();
+  const int64_t hidden = shape.padded_hidden_size();
+  const int64_t inter = shape.padded_intermediate_size();
+  nb::dict made;
+  made["fc1_data"] = new_array(like, {experts, rows, hidden / 2}, "uint8");
+  made["fc1_scale_swizzled"] = new_array(like, {experts, rows, hidden / 16}, "uint8");
+  made["fc1_alpha"] = new_array(like, {experts}, "float32");
+  made["fc1_gate_alpha"] = new_array(like, {experts}, "float32");
+  made["fc2_data"] = new_array(like, {experts, hidden, inter / 2}, "uint8");
+  made["fc2_scale_swizzled"] = new_array(like, {experts, hidden, inter / 16}, "uint8");
+  made["fc2_alpha"] = new_array(like, {experts}, "float32");
+  export_canonical_into(self,
+                        made["fc1_data"],
+                        made["fc1_scale_swizzled"],
+                        made["fc1_alpha"],
+                        made["fc2_data"],
+                        made["fc2_scale_swizzled"],
+                        made["fc2_alpha"],
+                        made["fc1_gate_alpha"]);
+  return made;
+}
+
+nb::tuple export_projection(const WeightsHandle& self,
+                            int64_t expert,
+                            ExpertWeights::Projection projection,
+                            nb::handle like) {
+  const ExpertShape& shape = self.shared->weights.shape();
+  const bool down = projection == ExpertWeights::Projection::kDown;
+  const int64_t rows = down ? shape.hidden_size : shape.intermediate_size;
+  const int64_t cols = round_up(down ? shape.intermediate_size : shape.hidden_size, kBlockSize);
+  const nb::object codes = new_array(like, {rows, cols / 2}, "uint8");
+  const nb::object scales = new_array(like, {rows, cols / kBlockSize}, "uint8");
+  const Array c(codes, "codes", "u8");
+  const Array s(scales, "block_scales", "u8");
+  float alpha = 0;
+  without_gil([&] {
+    const std::shared_lock lock(self.shared->mutex);
+    return self.shared->weights.export_projection(
+        expert, projection, c.view().as<uint8_t>(), s.view().as<uint8_t>(), &alpha);
+  });
+  return nb::make_tuple(codes, scales, alpha);
+}
+
+}  // namespace
+
+void bind_weights(nb::module_& m) {
+  nb::enum_<ExpertWeights::Projection>(m, "Projection", "One matrix of an expert.")
+      .value("GATE", ExpertWeights::Projection::kGate)
+      .value("UP", ExpertWeights::Projection::kUp)
+      .value("DOWN", ExpertWeights::Projection::kDown);
+
+  nb::class_<WeightsHandle> weights(
+      m,
+      "ExpertWeights",
+      R"(NVFP4 weights of the experts of one layer, in the order the backend reads.
+
+One copy only: 4.5 bits a weight plus padding. A refresh writes into the same memory: no address, shape or
+stride changes, so captured graphs stay valid. Threads may share it: the host calls of refreshes and forwards
+wait for each other. On a GPU the work itself must be ordered by the caller (one stream, or events).)");
+  weights
+      .def_static(
+          "prepare",
+          &prepare,
+          "fc1_weight"_a.none(),
+          "fc2_weight"_a.none(),
+          nb::kw_only(),
+          "backend"_a = "",
+          "refuse_nonfinite"_a = false,
+          "num_threads"_a = 0,
+          "device"_a = nb::none(),
+          "stream"_a = nb::none(),
+          nb::sig(
+              "def prepare(fc1_weight: typing.Any, fc2_weight: typing.Any, *, backend: str = '', "
+              "refuse_nonfinite: bool = False, num_threads: int = 0, device: typing.Any = None, "
+              "stream: int | None = None) -> ExpertWeights"),
+          R"(Quantizes BF16 stacks.
+
+fc1_weight        [L, I, H] bf16 (squared ReLU), or [L, 2 I, H] (gated): rows 0..I-1 gate, I..2I-1 up. Packed.
+fc2_weight        [L, H, I] bf16, packed. I and H are taken from here.
+backend           "" picks the best one
+refuse_nonfinite  scan first: ValueError names the expert that holds a NaN or an infinity
+device            where the weights live: "cpu", "cuda:0", a torch.device. Default: where the stacks are.
+stream            a cudaStream_t as int. Default: the current stream of the framework of the stacks.
+
+Raises TypeError (element type), ValueError (shape, layout, alignment, device), UnsupportedError, MemoryError.)")
+      .def_static(
+          "allocate",
+          [](int64_t num_local_experts,
+             int64_t hidden_size,
+             int64_t intermediate_size,
+             bool gated,
+             const std::string& backend,
+             int num_threads,
+             nb::handle device) {
+            const Device where = parse_device(device);
+            return handle_of(without_gil([&] {
+              return ExpertWeights::allocate(
+                  {num_local_experts, hidden_size, intermediate_size, gated},
+                  options_of(backend, false, num_threads, where));
+            }));
+          },
+          nb::kw_only(),
+          "num_local_experts"_a,
+          "hidden_size"_a,
+          "intermediate_size"_a,
+          "gated"_a,
+          "backend"_a = "",
+          "num_threads"_a = 0,
+          "device"_a = "cpu",
+          "Zero experts, to be filled by set_expert() or import_canonical().")
+      .def_static(
+          "load",
+          &load,
+          "path"_a,
+          "prefix"_a,
+          nb::kw_only(),
+          "first_expert"_a = 0,
+          "num_experts"_a = -1,
+          "backend"_a = "",
+          "num_threads"_a = 0,
+          "device"_a = "cpu",
+          nb::sig("def load(path: str | os.PathLike[str], prefix: str, *, first_expert: int = 0, "
+                  "num_experts: int = -1, backend: str = '', num_threads: int = 0, "
+                  "device: typing.Any = 'cpu') "
+                  "-> ExpertWeights"),
+          R"(Loads experts [first_expert, first_expert + num_experts) of a layer, -1: all, as NVFP4.
+
+path    a .safetensors file, a directory of them, or an .index.json
+prefix  what stands before ".experts": "model.layers.0.mlp"
+
+Raises ValueError (no such file or layer, malformed file, non-finite weights), OSError, UnsupportedError.)")
+      .def("refresh",
+           &refresh,
+           "fc1_weight"_a.none(),
+           "fc2_weight"_a.none(),
+           nb::kw_only(),
+           "stream"_a = nb::none(),
+           nb::sig("def refresh(self, fc1_weight: typing.Any, fc2_weight: typing.Any, *, stream: "
+                   "int | None = None) -> None"),
+           "Quantizes both stacks again, in place. ValueError, with nothing written, unless they "
+           "fit.")
+      .def("set_expert",
+           &set_expert,
+           "expert"_a,
+           "fc1_weight"_a.none(),
+           "fc2_weight"_a.none(),
+           nb::kw_only(),
+           "stream"_a = nb::none(),
+           nb::sig(
+               "def set_expert(self, expert: int, fc1_weight: typing.Any, fc2_weight: typing.Any) "
+               "-> None"),
+           "Quantizes one expert in place: [I or 2 I, H] and [H, I] bf16, packed.")
+      .def(
+          "export_canonical",
+          &export_canonical,
+          nb::kw_only(),
+          "like"_a = nb::none(),
+          nb::sig(
+              "def export_canonical(self, *, like: typing.Any = None) -> dict[str, typing.Any]"),
+          R"(The canonical bytes (docs/format.md section 5), in new arrays: numpy, or of the framework of `like`.
+
+With Hp, Ip the sizes rounded up to 256 and N1 = Ip, or 2 Ip when gated: fc1_data [L, N1, Hp / 2] uint8,
+fc1_scale_swizzled [L, N1, Hp / 16] uint8 E4M3 (128x4 order), fc1_alpha and fc1_gate_alpha [L] float32,
+fc2_data [L, Hp, Ip / 2], fc2_scale_swizzled [L, Hp, Ip / 16], fc2_alpha [L].)")
+      .def("export_canonical_into",
+           &export_canonical_into,
+           nb::kw_only(),
+           "fc1_data"_a = nb::none(),
+           "fc1_scale_swizzled"_a = nb::none(),
+           "fc1_alpha"_a = nb::none(),
+           "fc2_data"_a = nb::none(),
+           "fc2_scale_swizzled"_a = nb::none(),
+           "fc2_alpha"_a = nb::none(),
+           "fc1_gate_alpha"_a = nb::none(),
+           "export_canonical() into packed arrays of the caller; those that are None are skipped.")
+      .def("import_canonical",
+           &import_canonical,
+           nb::kw_only(),
+           "fc1_data"_a.none(),
+           "fc1_scale_swizzled"_a.none(),
+           "fc1_alpha"_a.none(),
+           "fc2_data"_a.none(),
+           "fc2_scale_swizzled"_a.none(),
+           "fc2_alpha"_a.none(),
+           "fc1_gate_alpha"_a = nb::none(),
+           "Takes canonical bytes, as export_canonical() gives them. Packed; padding must be zero.")
+      .def("export_projection",
+           &export_projection,
+           "expert"_a,
+           "projection"_a,
+           nb::kw_only(),
+           "like"_a = nb::none(),
+           nb::sig("def export_projection(self, expert: int, projection: Projection, *, "
+                   "like: typing.Any = None) -> tuple[typing.Any, typing.Any, float]"),
+           "One matrix in checkpoint order: (codes [rows, ceil(cols / 16) * 8] uint8, block_scales "
+           "[rows, "
+           "ceil(cols / 16)] uint8 E4M3, alpha), as dequantize() takes them.");
+  const auto shape = [](const WeightsHandle& w) -> const ExpertShape& {
+    return w.shared->weights.shape();
+  };
+  weights
+      .def_prop_ro("num_local_experts",
+                   [=](const WeightsHandle& w) { return shape(w).num_local_experts; })
+      .def_prop_ro("hidden_size", [=](const WeightsHandle& w) { return shape(w).hidden_size; })
+      .def_prop_ro("intermediate_size",
+                   [=](const WeightsHandle& w) { return shape(w).intermediate_size; })
+      .def_prop_ro("gated", [=](const WeightsHandle& w) { return shape(w).gated; })
+      .def_prop_ro("padded_hidden_size",
+                   [=](const WeightsHandle& w) { return shape(w).padded_hidden_size(); })
+      .def_prop_ro("padded_intermediate_size",
+                   [=](const WeightsHandle& w) { return shape(w).padded_intermediate_size(); })
+      .def_prop_ro("device",
+                   [](const WeightsHandle& w) { return to_string(w.shared->weights.device()); })
+      .def_prop_ro(
+          "size_bytes",
+          [](const WeightsHandle& w) { return w.shared->weights.size_bytes(); },
+          "Bytes held, alphas and padding included.")
+      .def_prop_ro(
+          "layout_name",
+          [](const WeightsHandle& w) { return w.shared->weights.layout_name(); },
+          "Name of the storage order: \"cpu-tiles\".")
+      .def("__repr__", [=](const WeightsHandle& w) {
+        const ExpertShape& s = shape(w);
+        return fmt::format(
+            "ExpertWeights({} experts, hidden_size {}, intermediate_size {}, {}, {})",
+            s.num_local_experts,
+            s.hidden_size,
+            s.intermediate_size,
+            s.gated ? "gated" : "not gated",
+            to_string(w.shared->weights.device()));
+      });
+}
+
+}  // namespace hexpert::python

@@ -1,0 +1,263 @@
+"""Every refusal: the type of the exception, and a text that names argument, requirement and what was given."""
+
+import re
+
+import numpy as np
+import pytest
+from conftest import Layer, aligned, bf16, from_bf16
+
+import hexpert
+
+
+def refuses(error, text, function, *arguments, **keywords):
+    with pytest.raises(error, match=re.escape(text)) as caught:
+        function(*arguments, **keywords)
+    assert type(caught.value) is error
+
+
+def test_exceptions():
+    assert issubclass(hexpert.UnsupportedError, RuntimeError)
+    assert hexpert.UnsupportedError.__module__ == "hexpert"
+
+
+WRONG = [
+    (None, TypeError, "expected an array of bf16 (numpy, torch, or any with __dlpack__), got None"),
+    ([[1.0]], TypeError, "got list"),
+    (np.zeros((6, 48), np.float32), TypeError, "expected bf16, got [6, 48] f32"),
+    (np.zeros((6, 48), np.float64), TypeError, "expected bf16, got [6, 48] float64"),
+    (np.zeros((6, 48), bool), TypeError, "expected bf16, got [6, 48] bool"),
+    (np.zeros((6, 48), ">u2"), TypeError, "expected bf16, got [6, 48] uint16 in big-endian byte order"),
+]
+
+
+@pytest.mark.parametrize("value, error, text", WRONG)
+def test_element_types(layer, value, error, text):
+    name = "hidden_states: "
+    refuses(error, name, hexpert.quantize_tokens, value)
+    refuses(error, text, hexpert.quantize_tokens, value)
+    with pytest.raises(error, match="hidden_states: "):
+        layer.plan().forward(value, layer.routing_map, layer.probabilities)
+    value = value[None] if isinstance(value, np.ndarray) else value
+    for name, stacks in (("fc1_weight", (value, layer.fc2)), ("fc2_weight", (layer.fc1, value))):
+        with pytest.raises(error, match=f"{name}: "):
+            hexpert.ExpertWeights.prepare(*stacks)
+
+
+def test_prepare_shapes(layer):
+    prepare = hexpert.ExpertWeights.prepare
+    refuses(ValueError, "fc1_weight: expected rank 3, got [80, 48] bf16", prepare, layer.fc1[0], layer.fc2)
+    refuses(ValueError, "fc2_weight: every dimension must be in 1..", prepare, layer.fc1, layer.fc2[:0])
+    refuses(
+        ValueError, "fc2_weight: expected 4 experts to match fc1_weight, got 2", prepare, layer.fc1, layer.fc2[:2]
+    )
+    refuses(ValueError, "fc1_weight: expected 48 columns", prepare, aligned(layer.fc1[:, :, :32]), layer.fc2)
+    refuses(
+        ValueError,
+        "fc1_weight: expected 40 rows (intermediate_size) or 80 (gate and up), got 60",
+        prepare,
+        aligned(layer.fc1[:, :60]),
+        layer.fc2,
+    )
+    refuses(ValueError, "fc1_weight: expected a packed row-major", prepare, layer.fc1[:, ::2], layer.fc2)
+    refuses(ValueError, "misaligned: fc1_weight: address 0x", prepare, odd_address(layer.fc1), layer.fc2)
+    layer.fc2[3, 0, 0] = 0x7FC0
+    refuses(
+        ValueError, "fc2_weight: expert 3 holds a NaN", prepare, layer.fc1, layer.fc2, refuse_nonfinite=True
+    )
+
+
+def odd_address(values):
+    memory = aligned(np.zeros(values.size + 1, values.dtype))
+    memory[1:] = values.ravel()
+    return memory[1:].reshape(values.shape)
+
+
+def test_refresh(layer):
+    weights = layer.weights()
+    before = weights.export_canonical()
+    other = Layer(gated=False)
+    refuses(ValueError, "gated: the weights were prepared for 1, got 0", weights.refresh, other.fc1, other.fc2)
+    other = Layer(hidden=64)
+    refuses(
+        ValueError, "hidden_size: the weights were prepared for 48, got 64", weights.refresh, other.fc1, other.fc2
+    )
+    refuses(ValueError, "expert", weights.set_expert, 4, layer.fc1[0], layer.fc2[0])
+    after = weights.export_canonical()
+    assert all(np.array_equal(before[name], after[name]) for name in before), "a refused refresh wrote"
+
+
+def test_canonical(layer):
+    weights = layer.weights()
+    fields = weights.export_canonical()
+    refuses(
+        TypeError,
+        "fc1_alpha: expected an array of f32",
+        weights.import_canonical,
+        **(fields | {"fc1_alpha": None} | {"fc1_alpha": 1.0}),
+    )
+    refuses(
+        TypeError,
+        "fc2_data: expected u8, got",
+        weights.import_canonical,
+        **(fields | {"fc2_data": fields["fc2_data"].view(np.int32)}),
+    )
+    refuses(
+        ValueError,
+        "fc1_data: expected 262144 elements, got [1, 512, 128] u8",
+        weights.import_canonical,
+        **(fields | {"fc1_data": fields["fc1_data"][:1]}),
+    )
+    fields["fc1_scale_swizzled"][1, 0, 0] = 0x7F
+    refuses(ValueError, "non-finite weights", weights.import_canonical, **fields)
+    fields["fc2_data"].flags.writeable = False
+    refuses(ValueError, "fc2_data: expected memory that may be written", weights.export_canonical_into, **fields)
+
+
+def test_quantize(layer):
+    quantize = hexpert.quantize_tokens
+    refuses(ValueError, "hidden_states: expected rank 2", quantize, layer.hidden_states[0])
+    refuses(
+        ValueError,
+        "padded_hidden_size: expected a multiple of 16 and at least 48, got 32",
+        quantize,
+        layer.hidden_states,
+        32,
+    )
+    refuses(ValueError, "padded_hidden_size: expected a multiple of 16, got 50", quantize, layer.hidden_states, 50)
+    refuses(
+        ValueError, "hidden_states: expected a column stride of 1, got 6", quantize, bf16(np.zeros((48, 6))).T
+    )
+    out = quantize(layer.hidden_states)
+    refuses(TypeError, "out: expected a tuple of three arrays", quantize, layer.hidden_states, out=out[0])
+    refuses(
+        TypeError,
+        "out[2]: expected an array of f32",
+        quantize,
+        layer.hidden_states,
+        out=(out[0], out[1], None),
+    )
+    out[0].flags.writeable = False
+    refuses(ValueError, "out[0]: expected memory that may be written", quantize, layer.hidden_states, out=out)
+    refuses(ValueError, "matrix columns: expected a multiple of 16", hexpert.quantize_matrix, bf16(np.zeros((2, 8))))
+    refuses(ValueError, "e4m3_max: expected 448 or 256", quantize, layer.hidden_states, e4m3_max=100,
+            four_over_six=hexpert.FourOverSix.MAE)  # fmt: skip
+    refuses(
+        ValueError, "outer: expected 6 elements, got [5] f32", hexpert.dequantize, out[0], out[1], out[2][:5]
+    )
+
+
+def test_workspace(layer):
+    weights = layer.weights()
+    needed = hexpert.RoutedMoe.workspace_bytes_for(weights, **layer.problem)
+    memory = np.zeros(needed + 512, np.uint8)
+    start = -memory.ctypes.data % 256
+    workspace = memory[start : start + needed]
+    shared = [layer.plan(weights, workspace=workspace) for _ in range(2)]
+    want = layer.plan(weights).forward(*layer.inputs)
+    assert all(np.array_equal(plan.forward(*layer.inputs), want) for plan in shared)
+    refuses(ValueError, "workspace too small", layer.plan, weights, workspace=workspace[:-1])
+    refuses(ValueError, "misaligned: workspace", layer.plan, weights, workspace=memory[start + 1 :])
+    refuses(TypeError, "workspace: expected u8, got", layer.plan, weights, workspace=workspace.view(np.float32))
+    refuses(TypeError, "workspace: expected an array of u8", layer.plan, weights, workspace=64)
+    workspace.flags.writeable = False
+    refuses(ValueError, "workspace: expected memory that may be written", layer.plan, weights, workspace=workspace)
+
+
+def test_create(layer):
+    refuses(ValueError, "num_experts: expected >= 1, got 0", layer.plan, num_experts=0)
+    refuses(ValueError, "top_k: expected >= 1, got 0", layer.plan, top_k=0)
+    refuses(ValueError, "local_expert_offset: expected >= 0, got -1", layer.plan, local_expert_offset=-1)
+    refuses(ValueError, "offset + num_local_experts <= num_experts = 4, got 1 + 4", layer.plan, local_expert_offset=1)
+    refuses(ValueError, "max_tokens * top_k <= 2147483647", layer.plan, max_tokens=1 << 40)
+    refuses(
+        ValueError,
+        "expected a gated activation for gated weights, got squared_relu",
+        layer.plan,
+        activation=hexpert.ActivationType.SQUARED_RELU,
+    )
+    refuses(ValueError, "situ_b", layer.plan, activation=hexpert.ActivationType.SITU)
+    refuses(ValueError, "backend: expected one of ", layer.plan, backend="abacus")
+    refuses(MemoryError, "workspace: ", layer.plan, max_tokens=1, top_k=(1 << 31) - 1, num_threads=1024)
+    for backend in hexpert.list_backends():
+        if not backend.available and backend.device == "cpu":
+            refuses(hexpert.UnsupportedError, backend.reason, layer.plan, backend=backend.name)
+    with pytest.raises(TypeError, match="max_tokens"):
+        layer.plan(max_tokens=None)
+
+
+def test_forward(layer):
+    plan = layer.plan()
+    x, ids, p = layer.inputs
+
+    def refused(error, text, *, x=x, ids=ids, p=p, out=None, **options):
+        refuses(error, text, plan.forward, x, ids, p, out, **options)
+
+    refused(ValueError, "hidden_states: expected [tokens, 48], got [6, 40] bf16", x=aligned(x[:, :40]))
+    refused(ValueError, "hidden_states: expected packed rows, got [3, 48] bf16 with strides [96, 1]",
+            x=x[::2], ids=ids[:3], p=p[:3])  # fmt: skip
+    refused(ValueError, "routing_map: expected [6, 2], got [5, 2] i32", ids=ids[:5])
+    refused(TypeError, "routing_map: expected i32 or i64, got [6, 2] int16", ids=ids.astype(np.int16))
+    refused(TypeError, "routing_map: expected an array of i32 or i64", ids=None)
+    refused(ValueError, "probabilities: expected [6, 2], got [6, 1] f32", p=aligned(p[:, :1]))
+    refused(TypeError, "probabilities: expected f32, got [6, 2] float64", p=p.astype(np.float64))
+    refused(TypeError, "probabilities: expected f32, got [6, 2] float32 in big-endian", p=p.astype(">f4"))
+    refused(ValueError, "token_capacity: expected >= 0, got -1", token_capacity=-1, use_bounded_rows=True)
+    refused(ValueError, "misaligned: hidden_states", x=odd_address(x))
+    many = bf16(np.zeros((7, 48)))
+    refused(ValueError, "expected at most max_tokens = 6 tokens, got 7", x=many,
+            ids=np.zeros((7, 2), np.int32), p=np.zeros((7, 2), np.float32))  # fmt: skip
+
+
+def test_out(layer):
+    plan = layer.plan()
+    x = layer.hidden_states
+
+    def refused(error, text, out):
+        before = np.array(out)
+        refuses(error, text, plan.forward, *layer.inputs, out)
+        assert np.array_equal(out, before), "written"
+
+    refused(ValueError, "out: expected [6, 48], got [5, 48] f32", aligned(np.ones((5, 48), np.float32)))
+    refused(TypeError, "out: expected bf16 or f32, got [6, 48] f16", aligned(np.ones((6, 48), np.float16)))
+    refused(TypeError, "out: expected bf16 or f32, got [6, 48] float64", np.ones((6, 48)))
+    refused(TypeError, "out: expected an array of bf16 or f32", [1.0])
+    refused(ValueError, "out: expected packed rows", aligned(np.ones((6, 96), np.float32))[:, ::2])
+    refused(ValueError, "out: expected memory that overlaps no input", x)
+    read_only = aligned(np.ones((6, 48), np.float32))
+    read_only.flags.writeable = False
+    refused(ValueError, "out: expected memory that may be written, got a read-only array", read_only)
+
+
+def test_devices():
+    refuses(ValueError, 'device: expected "cpu", "cuda" or "cuda:N", got tpu', hexpert.query_backend, "tpu")
+    if not any(b.available and b.name.startswith("cuda") for b in hexpert.list_backends()):
+        refuses(hexpert.UnsupportedError, "cuda:7", hexpert.query_backend, "cuda:7")
+
+
+def test_load(tmp_path):
+    load = hexpert.ExpertWeights.load
+    refuses(ValueError, "missing.safetensors", load, tmp_path / "missing.safetensors", "x")
+    (tmp_path / "bad.safetensors").write_bytes(b"not one")
+    refuses(ValueError, "invalid file", load, str(tmp_path / "bad.safetensors"), "x")
+    with pytest.raises(TypeError):
+        load(None, "x")
+
+
+def test_zero_tokens(layer):
+    plan = layer.plan()
+    x, ids, p = (a[:0] for a in layer.inputs)
+    assert plan.forward(x, ids, p).shape == (0, 48)
+    codes, scales, outer = hexpert.quantize_tokens(x)
+    assert (codes.shape, scales.shape, outer.shape) == ((0, 24), (0, 3), (0,))
+    assert hexpert.dequantize(codes, scales, outer).shape == (0, 48)
+
+
+def test_bounded_rows(layer):
+    plan = layer.plan()
+    full = from_bf16(plan.forward(*layer.inputs))
+    new = plan.forward(*layer.inputs, token_capacity=4, use_bounded_rows=True)
+    assert np.array_equal(from_bf16(new[:4]), full[:4]) and not new[4:].any()
+    out = aligned(np.full((6, 48), 7, np.float32))
+    assert plan.forward(*layer.inputs, out, token_capacity=4, use_bounded_rows=True) is out
+    assert (out[4:] == 7).all() and not (out[:4] == 7).any()
+    assert np.array_equal(from_bf16(plan.forward(*layer.inputs, token_capacity=2)), full), "not bounded"

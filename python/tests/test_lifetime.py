@@ -1,0 +1,165 @@
+"""Objects freed in any order, exceptions in the middle, weights shared by threads."""
+
+import gc
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+from conftest import Layer, from_bf16
+
+import hexpert
+
+
+def test_layer_keeps_its_weights(layer):
+    weights = layer.weights()
+    plan = layer.plan(weights)
+    want = plan.forward(*layer.inputs)
+    del weights
+    gc.collect()
+    assert np.array_equal(plan.forward(*layer.inputs), want)
+
+
+def test_weights_outlive_their_layers(layer):
+    weights = layer.weights()
+    plans = [layer.plan(weights) for _ in range(3)]
+    want = plans[0].forward(*layer.inputs)
+    while plans:
+        plans.pop(len(plans) // 2)
+        gc.collect()
+        assert np.array_equal(layer.plan(weights).forward(*layer.inputs), want)
+
+
+def test_results_outlive_everything(layer):
+    plan = layer.plan()
+    out = plan.forward(*layer.inputs)
+    codes, scales, outer = hexpert.quantize_tokens(layer.hidden_states)
+    copies = [a.copy() for a in (out, codes, scales, outer)]
+    del plan
+    layer.hidden_states = None
+    gc.collect()
+    assert all(np.array_equal(a, b) for a, b in zip(copies, (out, codes, scales, outer)))
+
+
+def test_exceptions_in_the_middle(layer):
+    weights = layer.weights()
+    plan = layer.plan(weights)
+    want = plan.forward(*layer.inputs)
+    for _ in range(100):
+        with pytest.raises(TypeError):
+            plan.forward(layer.hidden_states, layer.routing_map, None)
+        with pytest.raises(ValueError):
+            weights.refresh(layer.fc1[:2], layer.fc2[:2])
+        with pytest.raises(ValueError):
+            layer.plan(weights, top_k=-1)
+    assert np.array_equal(plan.forward(*layer.inputs), want)
+
+
+class Exporter:
+    """A DLPack exporter that counts what is alive."""
+
+    def __init__(self, array):
+        self.array = array
+        self.exports = 0
+
+    def __dlpack__(self, **_):
+        self.exports += 1
+        return self.array.__dlpack__()
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
+
+def test_exports_are_given_back(layer):
+    plan = layer.plan()
+    p = Exporter(layer.probabilities)
+    want = plan.forward(*layer.inputs)
+    before = sys.getrefcount(layer.probabilities)
+    for _ in range(20):
+        assert np.array_equal(plan.forward(layer.hidden_states, layer.routing_map, p), want)
+        with pytest.raises(TypeError):
+            plan.forward(p, layer.routing_map, p)
+    gc.collect()
+    after = sys.getrefcount(layer.probabilities)  # an assert would hold a reference of its own
+    assert p.exports == 40 and after == before
+
+
+def test_memory_does_not_grow(layer):
+    resource = pytest.importorskip("resource")
+    big = Layer(experts=8, hidden=512, inter=512, tokens=32)
+    for i in range(60):
+        weights = big.weights()
+        big.plan(weights).forward(*big.inputs)
+        weights.refresh(big.fc1, big.fc2)
+        if i == 20:
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20 << 10  # KiB
+
+
+def test_threads_share_weights(layer):
+    """Every forward sees the old weights or the new ones, never a mixture."""
+    other = Layer(seed=1)
+    weights = layer.weights()
+    plan = layer.plan(weights)
+    results = {plan.forward(*layer.inputs).tobytes()}
+    weights.refresh(other.fc1, other.fc2)
+    results.add(plan.forward(*layer.inputs).tobytes())
+    assert len(results) == 2
+    wrong = []
+    done = threading.Event()
+
+    def run(own):
+        while not done.is_set():
+            if own.forward(*layer.inputs).tobytes() not in results:
+                wrong.append(own)
+
+    plans = [plan, plan, layer.plan(weights, num_threads=1)]  # one shared by two threads
+    threads = [threading.Thread(target=run, args=(own,)) for own in plans]
+    for thread in threads:
+        thread.start()
+    for i in range(100):
+        weights.refresh(*((layer.fc1, layer.fc2) if i % 2 else (other.fc1, other.fc2)))
+    done.set()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_interpreter_lock_is_free_during_work():
+    big = Layer(experts=8, hidden=1024, inter=1024, tokens=8)
+    ticks = []
+    done = threading.Event()
+
+    def tick():
+        while not done.is_set():
+            ticks.append(None)
+            done.wait(0.0005)
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    ticks.clear()
+    hexpert.ExpertWeights.prepare(big.fc1, big.fc2)
+    during = len(ticks)
+    done.set()
+    thread.join()
+    assert during > 0
+
+
+def test_imports_no_framework():
+    code = "import sys, hexpert; assert not {'torch', 'jax', 'cupy'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_values(layer):
+    """The numbers are those of a plain computation, up to what NVFP4 costs."""
+    x, ids, p = layer.inputs
+    got = from_bf16(layer.plan().forward(x, ids, p)).astype(np.float64)
+    fc1, fc2 = from_bf16(layer.fc1).astype(np.float64), from_bf16(layer.fc2).astype(np.float64)
+    want = np.zeros_like(got)
+    for token, row in enumerate(from_bf16(x).astype(np.float64)):
+        for expert, probability in zip(ids[token], p[token]):
+            if expert >= 0:
+                gate, up = np.split(fc1[expert] @ row, 2)
+                want[token] += probability * (fc2[expert] @ (gate / (1 + np.exp(-gate)) * up))
+    assert np.linalg.norm(got - want) < 0.4 * np.linalg.norm(want)
