@@ -1,8 +1,22 @@
 #!/usr/bin/env bash
-# Installs what is needed, builds, and runs all quick tests. With --sanitizers also under the address
-# and undefined-behaviour sanitizers and under the thread sanitizer. No GPU needed.
+# Installs what is needed, builds, and runs all quick tests. No GPU needed. Options add to that:
+#   --sanitizers   the same under the address and undefined-behaviour sanitizers and the thread sanitizer
+#   --large        tests of more than 2^31 elements and of hundreds of experts (8 GiB of memory)
 set -euo pipefail
 cd "$(dirname "$0")/.."
+
+large=false
+sanitizers=false
+for option in "$@"; do
+  case $option in
+    --large) large=true ;;
+    --sanitizers) sanitizers=true ;;
+    *)
+      echo "usage: scripts/test.sh [--sanitizers] [--large]" >&2
+      exit 2
+      ;;
+  esac
+done
 
 ./scripts/install_dependencies.sh --dev
 
@@ -20,7 +34,12 @@ run() {
 }
 
 run dev
-if [[ ${1:-} == --sanitizers ]]; then
+if $large; then
+  echo "== large tests"
+  ctest --test-dir build/dev --label-regex '^slow$' --output-on-failure --no-tests=error
+  passed+=(large)
+fi
+if $sanitizers; then
   run asan
   # The largest shapes run the same code; tests that fork go beyond what the thread sanitizer follows.
   run tsan --exclude-regex '^Conformance\.(FlashInfer|Randomized)|Killed'

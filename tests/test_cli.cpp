@@ -2,11 +2,11 @@
 #include <gtest/gtest.h>
 
 #include <fstream>
-#include <initializer_list>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
 
+#include "cli.hpp"
 #include "commands.hpp"
 #include "common.hpp"
 #include "hexpert/checkpoint.hpp"
@@ -15,28 +15,9 @@
 namespace hexpert::tools {
 namespace {
 
-struct Outcome {
-  int exit_code = 0;
-  std::string out;
-  std::string err;
-};
-
-Outcome hexpert_cli(std::initializer_list<const char*> arguments) {
-  std::vector<const char*> argv = {"hexpert"};
-  argv.insert(argv.end(), arguments.begin(), arguments.end());
-  ::testing::internal::CaptureStdout();
-  ::testing::internal::CaptureStderr();
-  Outcome outcome;
-  outcome.exit_code = run_command_line(static_cast<int>(argv.size()), argv.data());
-  std::fflush(stdout);
-  outcome.out = ::testing::internal::GetCapturedStdout();
-  outcome.err = ::testing::internal::GetCapturedStderr();
-  return outcome;
-}
-
-bool contains(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
-}
+using test::contains;
+using test::hexpert_cli;
+using test::Outcome;
 
 std::string temporary(const char* name) {
   return ::testing::TempDir() + "hexpert_cli_" + name;

@@ -83,6 +83,89 @@ TEST(Layout, SwizzlesOfGoldenMatrices) {
   }
 }
 
+TEST(Layout, GoldenOffsets) {
+  for (const std::string& name : Golden::instance().cases("layout")) {
+    if (!Golden::instance().has("layout", name, "offset_128x4")) continue;
+    const GoldenArray tall = golden("layout", name, "offset_128x4");
+    const GoldenArray flat = golden("layout", name, "offset_8x4");
+    const int64_t columns = tall.shape[1];
+    for (int64_t r = 0; r < tall.shape[0]; ++r) {
+      for (int64_t c = 0; c < columns; ++c) {
+        const int64_t i = r * columns + c;
+        ASSERT_EQ(layout::offset_128x4(r, c, columns), tall.data<uint32_t>()[i]) << name;
+        ASSERT_EQ(layout::offset_8x4(r, c, columns), flat.data<uint32_t>()[i]) << name;
+      }
+    }
+  }
+}
+
+TEST(Layout, GoldenMmaView) {
+  const std::string name = "mma6d_e3_n384_kb20";
+  constexpr int64_t kRows = 384;
+  constexpr int64_t kColumns = 20;
+  const layout::MmaView view = layout::mma_view(3, kRows, kColumns);
+  const GoldenArray shape = golden("layout", name, "shape");
+  const GoldenArray stride = golden("layout", name, "stride");
+  for (int i = 0; i < 6; ++i) {
+    EXPECT_EQ(view.shape[i], shape.data<int32_t>()[i]) << i;
+    EXPECT_EQ(view.strides[i], stride.data<int32_t>()[i]) << i;
+  }
+  const GoldenArray place = golden("layout", name, "expert_row_block");
+  const GoldenArray index = golden("layout", name, "index6");
+  const std::vector<uint32_t> offsets = golden("layout", name, "offset").values<uint32_t>();
+  for (size_t i = 0; i < offsets.size(); ++i) {
+    const int32_t* p = place.data<int32_t>() + 3 * i;
+    int64_t through_view = 0;
+    for (int d = 0; d < 6; ++d)
+      through_view += index.data<int32_t>()[6 * i + static_cast<size_t>(d)] * view.strides[d];
+    EXPECT_EQ(through_view, offsets[i]);
+    EXPECT_EQ(p[0] * kRows * kColumns + layout::offset_128x4(p[1], p[2], kColumns), offsets[i]);
+  }
+}
+
+TEST(Layout, GoldenGatedRows) {
+  int cases = 0;
+  for (const std::string& name : Golden::instance().cases("layout")) {
+    if (!Golden::instance().has("layout", name, "source_row")) continue;
+    ++cases;
+    const int64_t size = std::stoll(name.substr(name.rfind('i') + 1));
+    const std::vector<int32_t> source = golden("layout", name, "source_row").values<int32_t>();
+    ASSERT_EQ(static_cast<int64_t>(source.size()), 2 * round_up(size, kPaddingMultiple));
+    std::vector<int32_t> rows(source.size(), -1);
+    for (int64_t feature = 0; feature < size; ++feature) {
+      for (const bool gate : {false, true}) {
+        const int64_t row = layout::gated_row(gate, feature, layout::kCanonicalInterleave);
+        rows[static_cast<size_t>(row)] = static_cast<int32_t>(gate ? feature : size + feature);
+      }
+    }
+    EXPECT_EQ(rows, source) << name;
+  }
+  EXPECT_EQ(cases, 6);
+}
+
+// Each scale has a place of its own inside the buffer, and the place tells the scale.
+TEST(Layout, SwizzlesAreInvertible) {
+  const std::pair<int64_t, int64_t> shapes[] = {
+      {128, 64}, {256, 128}, {120, 64}, {200, 256}, {2048, 2048}};
+  for (const auto& [rows, columns] : shapes) {
+    const int64_t padded = round_up(columns, 4);
+    for (int64_t r = 0; r < rows; ++r) {
+      for (int64_t c = 0; c < columns; ++c) {
+        const int64_t tall = layout::offset_128x4(r, c, columns);
+        const int64_t tile = tall / 512;
+        const int64_t in = tall % 512;
+        ASSERT_EQ(tile / (padded / 4) * 128 + in % 16 / 4 * 32 + in / 16, r);
+        ASSERT_EQ(tile % (padded / 4) * 4 + in % 4, c);
+        const int64_t flat = layout::offset_8x4(r, c, columns);
+        ASSERT_EQ(flat / 32 / (padded / 4) * 8 + flat % 32 / 4, r);
+        ASSERT_EQ(flat / 32 % (padded / 4) * 4 + flat % 4, c);
+        ASSERT_LT(tall, block_scale_bytes(ScaleLayout::k128x4, rows, columns * 16));
+        ASSERT_LT(flat, block_scale_bytes(ScaleLayout::k8x4, rows, columns * 16));
+      }
+    }
+  }
+}
+
 TEST(Layout, OffsetsBeyond32Bits) {
   EXPECT_EQ(block_scale_bytes(ScaleLayout::kLinear, int64_t{1} << 30, 1024), int64_t{1} << 36);
   EXPECT_EQ(layout::linear_offset(int64_t{1} << 33, 5, 64), (int64_t{1} << 39) + 5);

@@ -5,6 +5,7 @@
 #include <functional>
 #include <limits>
 
+#include "moe/reference.hpp"
 #include "moe_case.hpp"
 
 namespace hexpert {
@@ -94,6 +95,12 @@ TEST_F(Create, Sizes) {
          "max_tokens: expected max_tokens * top_k <= 2147483647, got 4611686018427387904 * "
          "4611686018427387904",
          [](MoeProblem& p, MoeOptions&) { p.max_tokens = p.top_k = int64_t{1} << 62; });
+  expect(ErrorCode::kTooLarge,
+         "top_k: expected <= 2147483647, got 4611686018427387904",
+         [](MoeProblem& p, MoeOptions&) {
+           p.max_tokens = 0;
+           p.top_k = int64_t{1} << 62;
+         });
   expect(ErrorCode::kInvalidArgument,
          "num_threads: expected 0..1024, got -1",
          [](MoeProblem&, MoeOptions& o) { o.num_threads = -1; });
@@ -112,6 +119,37 @@ TEST_F(Create, WorkspaceThatDoesNotExist) {
     });
     EXPECT_EQ(status.code(), ErrorCode::kOutOfMemory) << backend << ": " << status.to_string();
     EXPECT_EQ(status.message().rfind("workspace: ", 0), 0U) << status.message();
+  }
+}
+
+// The largest sizes: no workspace is too small because a product wrapped around.
+TEST_F(Create, WorkspaceNear64Bits) {
+  weights_ = ExpertWeights::allocate({1, reference::kMaxExactK, 1, false}).value();
+  for (const std::string& backend : test::available_backends()) {
+    MoeProblem problem{.max_tokens = 1,
+                       .top_k = std::numeric_limits<int32_t>::max(),
+                       .num_experts = 1,
+                       .activation = kSquaredRelu};
+    const Status status =
+        RoutedMoe::create(problem, weights_, {.backend = backend, .num_threads = 1024}).status();
+    EXPECT_EQ(status.code(), ErrorCode::kOutOfMemory) << backend << ": " << status.to_string();
+  }
+}
+
+// The sums of the reference are exact or there are none.
+TEST_F(Create, ReferenceRefusesSumsThatPassInt64) {
+  constexpr int64_t kLongest = reference::kMaxExactK;
+  MoeProblem problem{.max_tokens = 1, .top_k = 1, .num_experts = 1, .activation = kSquaredRelu};
+  weights_ = ExpertWeights::allocate({1, kLongest, 1, false}).value();
+  EXPECT_TRUE(RoutedMoe::create(problem, weights_, {.backend = "reference"}).ok());
+  for (const ExpertShape& shape :
+       {ExpertShape{1, kLongest + 1, 1, false}, ExpertShape{1, 1, kLongest + 1, false}}) {
+    weights_ = ExpertWeights::allocate(shape).value();
+    const Status status = RoutedMoe::create(problem, weights_, {.backend = "reference"}).status();
+    EXPECT_EQ(status.code(), ErrorCode::kUnsupported);
+    EXPECT_EQ(status.message(),
+              "backend: reference: sums over 1217345 elements do not fit int64, 1217344 do");
+    EXPECT_TRUE(RoutedMoe::create(problem, weights_, {}).ok()) << "others take any size";
   }
 }
 
@@ -243,6 +281,23 @@ TEST_F(Forward, HiddenStates) {
   inputs_.hidden_states.strides[1] = 4;
   expect(ErrorCode::kNotContiguous,
          "hidden_states: expected packed rows, got [4, 48] bf16 with strides [1, 4]");
+}
+
+// A view of more dimensions than views have: described and refused, wherever it is given.
+TEST_F(Forward, RankPastTheLargest) {
+  const ConstTensorView deep(inputs_.hidden_states.data, DType::kBF16, {1, 1, 1, 1, 1, 1, 4, 48});
+  EXPECT_EQ(deep.rank, 8);
+  EXPECT_EQ(describe(deep), "[1, 1, 1, 1, 1, 1, ...] bf16");
+  const MoeInputs good = inputs_;
+  inputs_.hidden_states = deep;
+  expect(ErrorCode::kInvalidShape,
+         "hidden_states: expected [tokens, 48], got [1, 1, 1, 1, 1, 1, ...] bf16");
+  inputs_ = good;
+  inputs_.routing_map.rank = 1000;
+  expect(ErrorCode::kShapeMismatch,
+         "routing_map: expected [4, 2], got [4, 2, 0, 0, 0, 0, ...] i64");
+  inputs_.routing_map.rank = -1;
+  expect(ErrorCode::kShapeMismatch, "routing_map: expected [4, 2], got [] i64");
 }
 
 TEST_F(Forward, RoutingMapAndProbabilities) {

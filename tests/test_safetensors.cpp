@@ -264,6 +264,18 @@ TEST(SafetensorsWriter, UnfinishedLeavesNothing) {
   EXPECT_TRUE(std::filesystem::is_empty(dir.path()));
 }
 
+// Until it is whole, the file under construction is none that could be read.
+TEST(SafetensorsWriter, PartialFileIsNoSafetensorsFile) {
+  const TempDir dir;
+  const std::string path = dir / "x.safetensors";
+  SafetensorsWriter writer = SafetensorsWriter::create(path, {{"a", "U8", {3}}}).value();
+  EXPECT_EQ(SafetensorsFile::open(path + ".partial").status().code(), ErrorCode::kInvalidFile);
+  ASSERT_TRUE(writer.write("a", "abc", 3).ok());
+  EXPECT_EQ(SafetensorsFile::open(path + ".partial").status().code(), ErrorCode::kInvalidFile);
+  ASSERT_TRUE(writer.finish().ok());
+  EXPECT_EQ(SafetensorsFile::open(path)->load("a")->as<uint8_t>()[2], 'c');
+}
+
 TEST(SafetensorsWriter, RefusesWrongUse) {
   const TempDir dir;
   const auto create = [&](const std::vector<TensorSpec>& specs) {

@@ -173,6 +173,12 @@ TEST(Weights, NonFiniteWeightsAreNamedOnRequest) {
   const auto weights = ExpertWeights::prepare(stacks.fc1_view(), stacks.fc2_view(), options);
   EXPECT_EQ(weights.status().code(), ErrorCode::kNonFiniteWeights);
   EXPECT_EQ(weights.status().message(), "fc1_weight: expert 2 holds an infinity");
+
+  Stacks nan({3, 64, 32, false}, 5);
+  nan.fc2[1 * 32 * 64] = 0xFFC1;
+  const auto other = ExpertWeights::prepare(nan.fc1_view(), nan.fc2_view(), options);
+  EXPECT_EQ(other.status().code(), ErrorCode::kNonFiniteWeights);
+  EXPECT_EQ(other.status().message(), "fc2_weight: expert 1 holds a NaN");
 }
 
 TEST(Weights, PaddingOfAnImportMustBeZero) {
@@ -200,6 +206,52 @@ TEST(Weights, NanCodedAndNegativeScalesOfAnImportAreRefused) {
         << status.message();
     EXPECT_TRUE(exported(weights) == good);
   }
+}
+
+TEST(Weights, InfiniteAlphasOfAnImportAreRefused) {
+  const ExpertShape shape{2, 80, 48, true};
+  ExpertWeights weights = Stacks(shape, 5).prepare();
+  const Canonical good = exported(weights);
+  for (std::vector<float> Canonical::*alphas :
+       {&Canonical::fc1_alpha, &Canonical::fc1_gate_alpha, &Canonical::fc2_alpha}) {
+    Canonical bad = good;
+    (bad.*alphas)[1] = -std::numeric_limits<float>::infinity();
+    const Status status = weights.import_canonical(bad.view());
+    EXPECT_EQ(status.code(), ErrorCode::kNonFiniteWeights);
+    EXPECT_NE(status.message().find("alpha: expert 1 has -inf, expected a finite number"),
+              std::string::npos)
+        << status.message();
+    EXPECT_TRUE(exported(weights) == good);
+  }
+}
+
+TEST(Weights, NullBuffersOfAnImportAreNamed) {
+  const ExpertShape shape{1, 80, 48, true};
+  ExpertWeights weights = Stacks(shape, 5).prepare();
+  Canonical bytes = exported(weights);
+  const auto expect_null = [&](const char* name, const CanonicalWeights& source) {
+    const Status status = weights.import_canonical(source);
+    EXPECT_EQ(status.code(), ErrorCode::kNullPointer);
+    EXPECT_EQ(status.message(), std::string(name) + ": must not be null");
+  };
+  CanonicalWeights source = bytes.view();
+  source.fc1_data = nullptr;
+  expect_null("fc1_data", source);
+  source = bytes.view();
+  source.fc1_scale_swizzled = nullptr;
+  expect_null("fc1_scale_swizzled", source);
+  source = bytes.view();
+  source.fc1_alpha = nullptr;
+  expect_null("fc1_alpha", source);
+  source = bytes.view();
+  source.fc2_data = nullptr;
+  expect_null("fc2_data", source);
+  source = bytes.view();
+  source.fc2_scale_swizzled = nullptr;
+  expect_null("fc2_scale_swizzled", source);
+  source = bytes.view();
+  source.fc2_alpha = nullptr;
+  expect_null("fc2_alpha", source);
 }
 
 TEST(Weights, GateAndUpKeepTheirOwnAlphas) {
@@ -290,6 +342,56 @@ TEST(Weights, BadStacksAreRefused) {
     EXPECT_EQ(weights.status().code(), bad.code) << weights.status().to_string();
     EXPECT_NE(weights.status().message().find(bad.message), std::string::npos)
         << weights.status().message();
+  }
+}
+
+// Both calls that read stacks check both stacks, in the same words.
+TEST(Weights, BadSecondStacksAndRefreshesAreRefused) {
+  ExpertWeights weights = Stacks({2, 32, 16, false}, 5).prepare();
+  const Canonical before = exported(weights);
+  alignas(64) static uint16_t memory[4096] = {};
+  const ConstTensorView fc1(memory, DType::kBF16, {2, 16, 32});
+  const auto expect_both = [&](ErrorCode code, const char* message, const ConstTensorView& fc2) {
+    for (const Status& status :
+         {ExpertWeights::prepare(fc1, fc2).status(), weights.refresh(fc1, fc2)}) {
+      EXPECT_EQ(status.code(), code) << status.to_string();
+      EXPECT_EQ(status.message(), message);
+    }
+  };
+  ConstTensorView fc2(memory, DType::kBF16, {32, 16});
+  expect_both(ErrorCode::kInvalidShape, "fc2_weight: expected rank 3, got [32, 16] bf16", fc2);
+  fc2 = {memory, DType::kBF16, {0, 32, 16}};
+  expect_both(ErrorCode::kInvalidShape,
+              "fc2_weight: every dimension must be in 1..1073741824, got [0, 32, 16] bf16",
+              fc2);
+  fc2 = {memory, DType::kF32, {2, 32, 16}};
+  expect_both(ErrorCode::kInvalidDtype, "fc2_weight: expected bf16, got [2, 32, 16] f32", fc2);
+  fc2 = {memory, DType::kBF16, {2, 32, 16}};
+  fc2.strides[2] = 2;
+  expect_both(ErrorCode::kNotContiguous, "fc2_weight: expected a packed row-major tensor", fc2);
+  fc2 = {memory, DType::kBF16, {2, 32, 16}, Device::cuda(3)};
+  expect_both(ErrorCode::kDeviceMismatch, "fc2_weight: expected memory of cpu, got cuda:3", fc2);
+  fc2 = {nullptr, DType::kBF16, {2, 32, 16}};
+  expect_both(ErrorCode::kNullPointer, "fc2_weight: data is null", fc2);
+  fc2 = {memory, DType::kBF16, {2, 32, 12}};
+  expect_both(ErrorCode::kShapeMismatch,
+              "fc1_weight: expected 12 rows (intermediate_size) or 24 (gate and up), got 16",
+              fc2);
+  fc2 = {memory, DType::kBF16, {2, 30, 16}};
+  expect_both(ErrorCode::kShapeMismatch,
+              "fc1_weight: expected 30 columns (hidden_size, the rows of fc2_weight), got 32",
+              fc2);
+  EXPECT_TRUE(exported(weights) == before);
+}
+
+TEST(Weights, NumberOfThreadsIsLimited) {
+  for (const int threads : {-1, 1025, std::numeric_limits<int>::max()}) {
+    PrepareOptions options;
+    options.num_threads = threads;
+    const Status status = ExpertWeights::allocate({1, 16, 16, false}, options).status();
+    EXPECT_EQ(status.code(), ErrorCode::kInvalidArgument);
+    EXPECT_EQ(status.message(),
+              "options.num_threads: expected 0..1024, got " + std::to_string(threads));
   }
 }
 

@@ -103,7 +103,8 @@ void print_json(const Checkpoint& checkpoint,
     }
     out["layers"].push_back(std::move(entry));
   }
-  fmt::print("{}\n", out.dump(2));
+  // A path need not be UTF-8, JSON must be.
+  fmt::print("{}\n", out.dump(2, ' ', false, nlohmann::json::error_handler_t::replace));
 }
 
 void print_table(const Checkpoint& checkpoint,
@@ -119,7 +120,7 @@ void print_table(const Checkpoint& checkpoint,
     const auto widen = [](Table::Column& column, const std::string& text) {
       column.width = std::max(column.width, static_cast<int>(text.size()));
     };
-    widen(columns[0], layer->prefix);
+    widen(columns[0], printable(layer->prefix));
     widen(columns[1], shape_of(layer->shape));
     widen(columns[2], kind_of(*layer));
   }
@@ -203,7 +204,7 @@ void add_inspect(CLI::App& parent, int* exit_code) {
   command->add_flag("--experts", options->experts, "also one row for each expert");
   command->add_flag("--no-error", options->skip_error, "do not quantize, list only");
   command->add_flag("--json", options->json, "machine-readable output");
-  command->add_option("--threads", options->threads, "threads; 0: all")->check(CLI::Range(0, 4096));
+  command->add_option("--threads", options->threads, "threads; 0: all")->check(CLI::Range(0, 1024));
   command->callback([options, exit_code] { *exit_code = inspect(*options); });
 }
 

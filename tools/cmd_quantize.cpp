@@ -45,20 +45,21 @@ class ProgressBar {
                                                         static_cast<double>(progress.bytes_total);
     const int filled = static_cast<int>(done * kWidth);
     const auto left = static_cast<int64_t>(rate > 0 ? rest / rate : 0);
-    fmt::print(stderr,
-               "\r[{:<{}}] {:5.1f} %  {:.2f} GB/s  {}:{:02} left  {:<32.32}",
-               std::string(static_cast<std::size_t>(filled), '#'),
-               kWidth,
-               100 * done,
-               rate / 1e9,
-               left / 60,
-               left % 60,
-               progress.item);
+    const std::string line =
+        fmt::format("\r[{:<{}}] {:5.1f} %  {:.2f} GB/s  {}:{:02} left  {:<32.32}",
+                    std::string(static_cast<std::size_t>(filled), '#'),
+                    kWidth,
+                    100 * done,
+                    rate / 1e9,
+                    left / 60,
+                    left % 60,
+                    printable(progress.item));
+    std::fputs(line.c_str(), stderr);  // which may be closed
     std::fflush(stderr);
     shown_ = true;
   }
   void finish() const {
-    if (shown_) fmt::print(stderr, "\n");
+    if (shown_) std::fputs("\n", stderr);
   }
 
  private:
@@ -139,7 +140,7 @@ void add_quantize(CLI::App& parent, int* exit_code) {
       ->check(CLI::Range(int64_t{1}, int64_t{1} << 50))
       ->capture_default_str();
   sub->add_flag("--overwrite", options.overwrite, "replace OUT if it is a file");
-  sub->add_option("--threads", options.num_threads, "threads; 0: all")->check(CLI::Range(0, 4096));
+  sub->add_option("--threads", options.num_threads, "threads; 0: all")->check(CLI::Range(0, 1024));
   sub->add_flag("--progress", command->progress, "progress bar even if stderr is no terminal");
   sub->add_flag("--quiet", command->quiet, "no progress, no summary");
   sub->callback([command, exit_code] { *exit_code = quantize(*command); });

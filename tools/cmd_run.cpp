@@ -4,9 +4,11 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <filesystem>
 #include <memory>
 #include <optional>
 #include <string>
+#include <system_error>
 #include <vector>
 
 #include "agreement.hpp"
@@ -74,8 +76,10 @@ std::vector<const MoeLayerInfo*> choose_layers(const Checkpoint& checkpoint,
     throw Error(Status(ErrorCode::kInvalidFile,
                        fmt::format("{}: no mixture-of-experts layer found", options.model)));
   }
-  for (const std::string& prefix : options.prefixes)
-    chosen.push_back(checkpoint.layer(prefix).value());
+  for (const std::string& prefix : options.prefixes) {
+    const MoeLayerInfo* layer = checkpoint.layer(prefix).value();
+    if (std::find(chosen.begin(), chosen.end(), layer) == chosen.end()) chosen.push_back(layer);
+  }
   if (!chosen.empty()) return chosen;
   if (!options.all_layers && checkpoint.layers().size() > 1) {
     std::vector<std::string> prefixes;
@@ -103,6 +107,11 @@ Activation choose_activation(const RunOptions& options, const MoeLayerInfo& laye
   return *activation;
 }
 
+// "PREFIX.what"; layers at the root of a checkpoint have no prefix.
+std::string tensor_name(const std::string& prefix, const char* what) {
+  return prefix.empty() ? what : prefix + "." + what;
+}
+
 std::optional<ErrorStats> weight_error(const Checkpoint& checkpoint, const MoeLayerInfo& layer) {
   if (is_nvfp4(layer.format)) return std::nullopt;
   ErrorStats total;
@@ -117,7 +126,7 @@ std::optional<std::vector<float>> expected_output(const Checkpoint& checkpoint,
                                                   const Activation& activation,
                                                   const SafetensorsFile& tokens,
                                                   const MoeInputs& inputs) {
-  const std::string name = layer.prefix + ".expected";
+  const std::string name = tensor_name(layer.prefix, "expected");
   if (tokens.find(name) == nullptr) {
     if (is_nvfp4(layer.format)) return std::nullopt;
     return dense_forward(checkpoint, layer, activation, inputs).value();
@@ -145,17 +154,17 @@ LayerResult run_layer(const Checkpoint& checkpoint,
                       const SafetensorsFile& tokens,
                       const RunOptions& options,
                       const std::string& backend) {
-  const HostTensor hidden_states = tokens.load(layer.prefix + ".hidden_states").value();
-  const HostTensor routing_map = tokens.load(layer.prefix + ".routing_map").value();
-  const HostTensor probabilities = tokens.load(layer.prefix + ".probabilities").value();
+  const HostTensor hidden_states = tokens.load(tensor_name(layer.prefix, "hidden_states")).value();
+  const HostTensor routing_map = tokens.load(tensor_name(layer.prefix, "routing_map")).value();
+  const HostTensor probabilities = tokens.load(tensor_name(layer.prefix, "probabilities")).value();
   MoeInputs inputs;
   inputs.hidden_states = hidden_states.view();
   inputs.routing_map = routing_map.view();
   inputs.probabilities = probabilities.view();
   if (inputs.routing_map.rank != 2) {
     throw Error(Status(ErrorCode::kInvalidShape,
-                       fmt::format("{}.routing_map: expected [tokens, top_k], got {}",
-                                   layer.prefix,
+                       fmt::format("{}: expected [tokens, top_k], got {}",
+                                   tensor_name(layer.prefix, "routing_map"),
                                    describe(inputs.routing_map))));
   }
 
@@ -239,15 +248,32 @@ LayerResult run_layer(const Checkpoint& checkpoint,
 void write_outputs(const std::string& path, const std::vector<LayerResult>& results) {
   std::vector<TensorSpec> specs;
   for (const LayerResult& r : results)
-    specs.push_back({r.prefix + ".output", "BF16", {r.tokens, r.hidden_size}});
+    specs.push_back({tensor_name(r.prefix, "output"), "BF16", {r.tokens, r.hidden_size}});
   SafetensorsWriter writer = SafetensorsWriter::create(path, specs).value();
   for (const LayerResult& r : results) {
     require(
-        writer.write(r.prefix + ".output",
+        writer.write(tensor_name(r.prefix, "output"),
                      ConstTensorView(r.output.data(), DType::kBF16, {r.tokens, r.hidden_size})));
   }
   require(writer.finish());
   fmt::print("wrote {}\n", path);
+}
+
+// An output in the place of an input would destroy it.
+void check_output(const RunOptions& options,
+                  const Checkpoint& checkpoint,
+                  const SafetensorsFile& tokens) {
+  std::vector<std::string> inputs = {tokens.path()};
+  for (const SafetensorsFile& file : checkpoint.files())
+    inputs.push_back(file.path());
+  for (const std::string& input : inputs) {
+    for (const std::string& output : {options.output, options.output + ".partial"}) {
+      std::error_code ignored;
+      if (!std::filesystem::equivalent(input, output, ignored)) continue;
+      throw Error(Status(ErrorCode::kInvalidArgument,
+                         fmt::format("--output: '{}' is the input '{}'", output, input)));
+    }
+  }
 }
 
 int run_run(const RunOptions& options) {
@@ -255,10 +281,11 @@ int run_run(const RunOptions& options) {
   const Checkpoint checkpoint = Checkpoint::open(options.model).value();
   const SafetensorsFile tokens = SafetensorsFile::open(options.tokens).value();
   const std::vector<const MoeLayerInfo*> layers = choose_layers(checkpoint, options);
+  if (!options.output.empty()) check_output(options, checkpoint, tokens);
 
   int prefix_width = 0;
   for (const MoeLayerInfo* layer : layers)
-    prefix_width = std::max(prefix_width, static_cast<int>(layer->prefix.size()));
+    prefix_width = std::max(prefix_width, static_cast<int>(printable(layer->prefix).size()));
   Table table(stdout,
               {{"layer", prefix_width, true},
                {"experts", 7},
@@ -303,7 +330,8 @@ void add_run(CLI::App& parent, int* exit_code) {
       "--activation",
       o->activation,
       fmt::format("{} (default: swiglu if gated, else squared-relu)", kActivationHelp));
-  command->add_option("--output", o->output, "Write PREFIX.output, bf16, to this safetensors file");
+  command->add_option("--output", o->output, "Write PREFIX.output, bf16, to this safetensors file")
+      ->check([](const std::string& path) { return path.empty() ? "expected a path" : ""; });
   command->add_option("--threads", o->threads, "Threads (default: OpenMP's)")
       ->check(CLI::Range(1, 1024));
   command->add_option("--repeat", o->repeat, "Timed calls; the median is shown")

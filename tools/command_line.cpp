@@ -1,13 +1,13 @@
-#include <fmt/core.h>
-
 #include <CLI/CLI.hpp>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
 #include <exception>
 #include <new>
+#include <string>
 
 #include "commands.hpp"
+#include "common.hpp"
 
 namespace hexpert::tools {
 namespace {
@@ -43,11 +43,10 @@ int parse_and_run(int argc, const char* const* argv) {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == 0) return app.exit(error);  // --help, --version
-    fmt::print(stderr, "hexpert: {}\n", error.what());
+    print_error(error.what());
     const auto chosen = app.get_subcommands();
-    fmt::print(stderr,
-               "Try 'hexpert {}--help'.\n",
-               chosen.empty() ? "" : chosen.front()->get_name() + " ");
+    const std::string command = chosen.empty() ? "" : chosen.front()->get_name() + " ";
+    std::fputs(("Try 'hexpert " + command + "--help'.\n").c_str(), stderr);
     return kExitUsage;
   }
   return exit_code;
@@ -75,18 +74,18 @@ int run_command_line(int argc, const char* const* argv) {
   try {
     exit_code = parse_and_run(argc, argv);
   } catch (const Error& error) {
-    fmt::print(stderr, "hexpert: {}\n", error.what());
+    print_error(error.what());
     exit_code = exit_code_of(error.status().code());
   } catch (const std::bad_alloc&) {
-    fmt::print(stderr, "hexpert: out of memory\n");
+    print_error("out of memory");
     exit_code = kExitUnsupported;
   } catch (const std::exception& error) {
-    fmt::print(stderr, "hexpert: {}\n", error.what());
+    print_error(error.what());
     exit_code = kExitBadInput;
   }
   // A full disk or a closed pipe behind stdout must not look like success.
   if (std::fflush(stdout) != 0 || std::ferror(stdout) != 0) {
-    fmt::print(stderr, "hexpert: cannot write standard output: {}\n", std::strerror(errno));
+    print_error(std::string("cannot write standard output: ") + std::strerror(errno));
     if (exit_code == kExitOk) exit_code = kExitBadInput;
   }
   return exit_code;

@@ -178,6 +178,20 @@ std::string format_activation(const Activation& a) {
   return {};
 }
 
+std::string printable(std::string_view text) {
+  std::string result;
+  for (const char c : text) {
+    const auto byte = static_cast<unsigned char>(c);
+    result += byte < 0x20 || byte == 0x7F ? fmt::format("\\x{:02x}", byte) : std::string(1, c);
+  }
+  return result;
+}
+
+void print_error(std::string_view text) {
+  const std::string line = fmt::format("hexpert: {}\n", printable(text));
+  std::fputs(line.c_str(), stderr);
+}
+
 Table::Table(std::FILE* out, std::vector<Column> columns)
     : out_(out), columns_(std::move(columns)) {
   for (Column& column : columns_)
@@ -192,9 +206,12 @@ void Table::header() const {
 }
 
 void Table::row(std::span<const std::string> cells) {
-  for (size_t i = 0; i < cells.size(); ++i)
-    columns_[i].width = std::max(columns_[i].width, static_cast<int>(cells[i].size()));
-  line(cells);
+  std::vector<std::string> texts;
+  for (size_t i = 0; i < cells.size(); ++i) {
+    texts.push_back(printable(cells[i]));
+    columns_[i].width = std::max(columns_[i].width, static_cast<int>(texts[i].size()));
+  }
+  line(texts);
 }
 
 void Table::line(std::span<const std::string> cells) const {

@@ -50,6 +50,12 @@ std::string format_activation(const Activation& activation);
 inline constexpr const char* kActivationHelp =
     "swiglu, squared-relu, geglu-tanh, swiglu-oai[:ALPHA,BETA,LIMIT] or situ:B[,C]";
 
+// Text of a file for a terminal: control characters as \xNN.
+std::string printable(std::string_view text);
+
+// "hexpert: TEXT" on stderr, which may be closed.
+void print_error(std::string_view text);
+
 // Columns padded to their widest cell so far, numbers right, text left; rows appear as they come.
 class Table {
  public:

@@ -139,7 +139,7 @@ struct QuantizeCheckpointOptions {
   bool copy_other_tensors = true;   // tensors that are no experts, and experts of other layers
   int64_t max_shard_bytes = 5'000'000'000;
   bool overwrite = false;                                 // replace an existing output
-  int num_threads = 0;                                    // 0: the OpenMP default
+  int num_threads = 0;                                    // 0: the OpenMP default; at most 1024
   std::function<void(const QuantizeProgress&)> progress;  // after each expert and copied piece
 };
 

@@ -53,7 +53,7 @@ inline constexpr int64_t kWorkspaceAlignment = 256;
 
 struct MoeOptions {
   std::string backend;  // "" picks the best; a name forces one
-  int num_threads = 0;  // CPU: 0 is the OpenMP default. No result depends on it.
+  int num_threads = 0;  // CPU: 0 is the OpenMP default; at most 1024. No result depends on it.
   /// A token's output does not depend on the other tokens of the call, bit for bit. Always true
   /// on "reference", "cpu-scalar", "cpu-avx2" and "cpu-avx512-vnni". On "cpu-amx" it costs the
   /// AMX unit, which adds in another order, and is off unless asked for. On "cuda-sm90a" small

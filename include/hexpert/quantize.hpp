@@ -20,7 +20,7 @@ struct FourOverSix {
 
 struct QuantizeOptions {
   std::optional<FourOverSix> four_over_six{};  // unset: the definition
-  int num_threads = 0;                         // 0: the OpenMP default
+  int num_threads = 0;                         // 0: the OpenMP default; at most 1024
   Stream stream{};                             // of the device of the tensors
 };
 

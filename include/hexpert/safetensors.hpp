@@ -108,7 +108,8 @@ struct TensorSpec {
 /// destructor removes, so `path` is a whole file or does not exist. Move-only.
 class SafetensorsWriter {
  public:
-  /// @return the writer; kInvalidArgument (name twice, unknown dtype, negative extent), kIoError.
+  /// @return the writer; kInvalidArgument (name twice, unknown dtype, negative extent), kNotFound,
+  ///         kIoError (also when `path` is there and no regular file).
   static Result<SafetensorsWriter> create(const std::string& path,
                                           const std::vector<TensorSpec>& tensors,
                                           const std::map<std::string, std::string>& metadata = {});

@@ -50,7 +50,7 @@ struct BasicTensorView {
   Device device;
 
   BasicTensorView() = default;
-  /// A packed row-major view.
+  /// A packed row-major view. More than kMaxRank extents make a view that every call refuses.
   BasicTensorView(Pointer data_in,
                   DType dtype_in,
                   std::initializer_list<int64_t> shape_in,
@@ -61,7 +61,7 @@ struct BasicTensorView {
       if (i < kMaxRank) shape[i++] = extent;
     }
     int64_t stride = 1;
-    for (i = rank - 1; i >= 0; --i) {
+    for (--i; i >= 0; --i) {
       strides[i] = stride;
       stride *= shape[i];
     }

@@ -30,7 +30,7 @@ struct PrepareOptions {
   std::string backend;  // "" picks the best one for the device; see backends()
   bool refuse_nonfinite =
       false;            // scan for NaN and infinity first: kNonFiniteWeights names the expert
-  int num_threads = 0;  // 0: the OpenMP default
+  int num_threads = 0;  // 0: the OpenMP default; at most 1024
   Device device{};      // where the weights live
   Stream stream{};      // of that device: what prepare() enqueues on
 };
@@ -76,8 +76,8 @@ class ExpertWeights {
   /// @param fc2_weight  [L, H, I] bf16, packed. I and H are taken from here.
   /// Both on options.device, or in host memory: then they pass to a CUDA device one expert at a time.
   /// @return the weights; kInvalidShape, kInvalidDtype, kNotContiguous, kShapeMismatch,
-  ///         kNullPointer, kMisaligned, kDeviceMismatch, kNonFiniteWeights, kUnsupportedDevice,
-  ///         kOutOfMemory, kDeviceError.
+  ///         kNullPointer, kMisaligned, kDeviceMismatch, kNonFiniteWeights, kDeviceError;
+  ///         the codes of allocate().
   /// @post   Peak extra memory: a few kilobytes a thread; on a CUDA device one expert where a stack
   ///         is in host memory, nothing otherwise. With both stacks on a CUDA device the work is
   ///         enqueued on options.stream and may still run when the call returns.
@@ -87,6 +87,9 @@ class ExpertWeights {
                                        const PrepareOptions& options = {});
 
   /// Zero experts (codes 0, scales 0, alpha 1), to be filled by set_expert() or import_*().
+  ///
+  /// @return kInvalidShape, kInvalidArgument (num_threads), kNotFound (backend name),
+  ///         kUnsupportedDevice, kOutOfMemory.
   static Result<ExpertWeights> allocate(const ExpertShape& shape,
                                         const PrepareOptions& options = {});
 
@@ -113,6 +116,9 @@ class ExpertWeights {
   Status set_quantized_expert(int64_t expert, const QuantizedExpert& source);
 
   /// Takes canonical bytes. Padding rows and columns must be zero (or poisoned with the matrix).
+  /// An alpha may be NaN, the mark of a poisoned matrix, and not infinite.
+  ///
+  /// @return kNullPointer, kInvalidArgument (padding), kNonFiniteWeights, kOutOfMemory.
   Status import_canonical(const CanonicalWeights& source);
   /// Writes the canonical bytes: identical to what prepare() is defined to make, whatever order
   /// this backend holds. A null member of `out` is skipped. kUnsupported when gate and up alphas

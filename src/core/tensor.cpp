@@ -48,6 +48,10 @@ std::string describe(const ConstTensorView& view) {
   std::string text = "[";
   for (int i = 0; i < view.rank; ++i) {
     if (i > 0) text += ", ";
+    if (i == kMaxRank) {
+      text += "...";  // a rank that no view can have
+      break;
+    }
     text += std::to_string(view.shape[i]);
   }
   return text + "] " + std::string(to_string(view.dtype));

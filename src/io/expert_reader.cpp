@@ -1,11 +1,10 @@
 #include "io/expert_reader.hpp"
 
-#include <omp.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 
+#include "core/threads.hpp"
 #include "format/codec.hpp"
 #include "format/layout.hpp"
 #include "io/io_support.hpp"
@@ -159,7 +158,7 @@ bool padding_is_zero(const uint8_t* codes, int64_t rows, int64_t cols) {
 }  // namespace
 
 ExpertReader::ExpertReader(const LayerSource& layer, int num_threads)
-    : layer_(layer), num_threads_(num_threads > 0 ? num_threads : omp_get_max_threads()) {}
+    : layer_(layer), num_threads_(threads_or_default(num_threads)) {}
 
 Status ExpertReader::read_dense(int64_t expert, int64_t column_multiple, DenseView* out) {
   const MoeLayerInfo& info = layer_.info;

@@ -168,7 +168,8 @@ Status build_stacked(const StackedTensors& tensors, StackedLayout stacked, Layer
                      joined ? 2 : 1,
                      stacked);
   if (!chosen.ok()) return chosen.status();
-  const auto [reading, transposed] = *chosen;
+  const Reading reading = chosen->first;  // Clang 14 captures no structured binding
+  const bool transposed = chosen->second;
 
   info.naming = ExpertNaming::kStacked;
   info.format = *dense_format(fc1.info->dtype);

@@ -2,6 +2,7 @@
 #include <cstring>
 #include <utility>
 
+#include "core/threads.hpp"
 #include "hexpert/checkpoint.hpp"
 #include "io/checkpoint_impl.hpp"
 #include "io/expert_reader.hpp"
@@ -89,6 +90,7 @@ Result<ErrorStats> expert_error(const Checkpoint& checkpoint,
                                 int64_t expert,
                                 int num_threads) {
   return io::without_bad_alloc([&]() -> Result<ErrorStats> {
+    HX_RETURN_IF_ERROR(check_num_threads("num_threads", num_threads));
     const Result<const io::LayerSource*> layer = find_expert(checkpoint, prefix, expert);
     if (!layer.ok()) return layer.status();
     if (is_nvfp4((*layer)->info.format)) {

@@ -13,6 +13,7 @@
 #include <system_error>
 #include <utility>
 
+#include "core/threads.hpp"
 #include "format/codec.hpp"
 #include "format/layout.hpp"
 #include "hexpert/checkpoint.hpp"
@@ -238,12 +239,17 @@ std::string index_text(const io::OutputPlan& plan) {
          "\n";
 }
 
-Status check_output(const Checkpoint& input, const std::string& output, bool may_replace) {
+Status check_output(const Checkpoint& input,
+                    const std::string& output,
+                    bool is_file,
+                    bool overwrite) {
   std::error_code error;
   for (const SafetensorsFile& file : input.files()) {
-    if (fs::equivalent(file.path(), output, error) ||
-        fs::equivalent(io::parent_directory(file.path()), output, error)) {
-      return {ErrorCode::kInvalidArgument, in_quotes(output) + ": the output is the input"};
+    for (const std::string& path : {output, output + ".partial"}) {
+      if (fs::equivalent(file.path(), path, error) ||
+          fs::equivalent(io::parent_directory(file.path()), path, error)) {
+        return {ErrorCode::kInvalidArgument, in_quotes(path) + ": the output is the input"};
+      }
     }
   }
   const fs::file_status status = fs::symlink_status(output, error);
@@ -253,9 +259,10 @@ Status check_output(const Checkpoint& input, const std::string& output, bool may
     if (empty && !error) return Status::success();
     return {ErrorCode::kInvalidArgument, in_quotes(output) + ": the directory exists"};
   }
-  if (may_replace) return Status::success();
+  if (is_file && overwrite) return Status::success();
   return {ErrorCode::kInvalidArgument,
-          in_quotes(output) + ": the file exists; say overwrite to replace it"};
+          in_quotes(output) + (is_file ? ": the file exists; say overwrite to replace it"
+                                       : ": expected a new directory, the file exists")};
 }
 
 // What an interrupted run of another plan left.
@@ -281,9 +288,13 @@ Status write_directory(const std::string& output,
   const std::string partial = output + ".partial";
   std::error_code error;
   fs::create_directories(partial, error);
+  if (error) {
+    return {ErrorCode::kIoError,
+            in_quotes(partial) + ": cannot create directory: " + error.message()};
+  }
   const io::FileDescriptor lock(
       ::open(partial.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC | O_NOFOLLOW));
-  if (!lock) return io::system_error("cannot create directory", partial);
+  if (!lock) return io::system_error("cannot open directory", partial);
   if (::flock(lock.get(), LOCK_EX | LOCK_NB) != 0) {
     return {ErrorCode::kIoError, in_quotes(partial) + ": another process is writing it"};
   }
@@ -334,6 +345,7 @@ Result<QuantizeSummary> quantize_checkpoint(const Checkpoint& input,
                                             const std::string& output,
                                             const QuantizeCheckpointOptions& options) {
   return io::without_bad_alloc([&]() -> Result<QuantizeSummary> {
+    HX_RETURN_IF_ERROR(check_num_threads("options.num_threads", options.num_threads));
     std::string target = output;
     while (target.size() > 1 && target.ends_with('/'))
       target.pop_back();
@@ -342,7 +354,7 @@ Result<QuantizeSummary> quantize_checkpoint(const Checkpoint& input,
                     "output: expected a path, got " + in_quotes(output));
     }
     const bool single = target.ends_with(".safetensors");
-    HX_RETURN_IF_ERROR(check_output(input, target, single && options.overwrite));
+    HX_RETURN_IF_ERROR(check_output(input, target, single, options.overwrite));
     const std::string name = single ? fs::path(target).filename().string() : std::string();
     const Result<io::OutputPlan> plan = io::plan_output(input, options, name);
     if (!plan.ok()) return plan.status();

@@ -59,7 +59,7 @@ struct SafetensorsWriter::Impl {
   std::string path;
   std::string partial_path;
   io::FileDescriptor file;
-  int64_t data_offset = 0;
+  std::string header;  // written last: until then the file is no safetensors file
   std::vector<TensorSpec> specs;
   std::vector<Extent> extents;                              // of each spec
   std::unordered_map<std::string_view, std::size_t> index;  // name -> spec
@@ -69,8 +69,9 @@ struct SafetensorsWriter::Impl {
     if (created) ::unlink(partial_path.c_str());
   }
   Status place_tensors();
-  Result<std::string> header(const std::map<std::string, std::string>& metadata) const;
-  Status open_partial(const std::string& header_text);
+  Result<std::string> make_header(const std::map<std::string, std::string>& metadata) const;
+  Status open_partial();
+  int64_t data_offset() const { return static_cast<int64_t>(header.size()); }
   Status refuse(std::string_view name, const std::string& why) const {
     return {ErrorCode::kInvalidArgument,
             io::in_quotes(path) + ": tensor " + io::in_quotes(name) + ": " + why};
@@ -106,7 +107,7 @@ Status SafetensorsWriter::Impl::place_tensors() {
 }
 
 // The length and the JSON text, padded so that the data section is aligned.
-Result<std::string> SafetensorsWriter::Impl::header(
+Result<std::string> SafetensorsWriter::Impl::make_header(
     const std::map<std::string, std::string>& metadata) const {
   std::string text(8, '\0');
   text += '{';
@@ -149,24 +150,29 @@ Result<std::string> SafetensorsWriter::Impl::header(
   return text;
 }
 
-Status SafetensorsWriter::Impl::open_partial(const std::string& header_text) {
+Status SafetensorsWriter::Impl::open_partial() {
+  // Renaming would put the file in the place of a device or a pipe.
+  struct stat target {};
+  if (::stat(path.c_str(), &target) == 0 && !S_ISREG(target.st_mode)) {
+    return {ErrorCode::kIoError, io::in_quotes(path) + ": expected a regular file to replace"};
+  }
+  // O_NONBLOCK: opening a FIFO must fail, not wait for its reader.
   file = io::FileDescriptor(
-      ::open(partial_path.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0666));
+      ::open(partial_path.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0666));
   if (!file) return io::system_error("cannot create", partial_path);
   if (::flock(file.get(), LOCK_EX | LOCK_NB) != 0) {
     return {ErrorCode::kIoError, io::in_quotes(partial_path) + ": another process is writing it"};
   }
   created = true;
   if (::ftruncate(file.get(), 0) != 0) return io::system_error("cannot truncate", partial_path);
-  int64_t bytes = data_offset;
+  int64_t bytes = data_offset();
   for (const Extent& extent : extents)
     bytes += extent.size_bytes;
   // Reserves the space, so that a full disk shows before any work. Not every file system can.
   if (::fallocate(file.get(), 0, 0, bytes) != 0 && errno != EOPNOTSUPP && errno != ENOSYS) {
     return io::system_error("cannot reserve " + std::to_string(bytes) + " bytes", partial_path);
   }
-  return write_all(
-      file.get(), partial_path, header_text.data(), static_cast<int64_t>(header_text.size()), 0);
+  return Status::success();
 }
 
 SafetensorsWriter::SafetensorsWriter(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
@@ -184,10 +190,10 @@ Result<SafetensorsWriter> SafetensorsWriter::create(
     impl->partial_path = path + ".partial";
     impl->specs = tensors;
     HX_RETURN_IF_ERROR(impl->place_tensors());
-    const Result<std::string> header = impl->header(metadata);
+    Result<std::string> header = impl->make_header(metadata);
     if (!header.ok()) return header.status();
-    impl->data_offset = static_cast<int64_t>(header->size());
-    HX_RETURN_IF_ERROR(impl->open_partial(*header));
+    impl->header = *std::move(header);
+    HX_RETURN_IF_ERROR(impl->open_partial());
     return SafetensorsWriter(std::move(impl));
   });
 }
@@ -213,7 +219,7 @@ Status SafetensorsWriter::write(std::string_view name,
                                impl_->partial_path,
                                data,
                                bytes,
-                               impl_->data_offset + extent.offset + offset));
+                               impl_->data_offset() + extent.offset + offset));
   extent.written += bytes;
   return Status::success();
 }
@@ -222,6 +228,11 @@ Status SafetensorsWriter::write(std::string_view name, const ConstTensorView& te
   const auto found = impl_->index.find(name);
   if (found != impl_->index.end()) {
     const TensorSpec& spec = impl_->specs[found->second];
+    if (tensor.rank < 0 || tensor.rank > kMaxRank) {
+      return impl_->refuse(
+          name,
+          "expected rank 0.." + std::to_string(kMaxRank) + ", got " + std::to_string(tensor.rank));
+    }
     const std::vector<int64_t> shape(tensor.shape, tensor.shape + tensor.rank);
     if (!tensor.is_contiguous()) return impl_->refuse(name, "expected a packed tensor");
     if (spec.shape != shape || spec.dtype != safetensors_dtype(tensor.dtype)) {
@@ -242,9 +253,12 @@ Status SafetensorsWriter::finish() {
                                " bytes to be written, got " + std::to_string(extent.written));
     }
   }
+  HX_RETURN_IF_ERROR(write_all(
+      impl_->file.get(), impl_->partial_path, impl_->header.data(), impl_->data_offset(), 0));
   if (::fsync(impl_->file.get()) != 0) return io::system_error("cannot flush", impl_->partial_path);
   if (::rename(impl_->partial_path.c_str(), impl_->path.c_str()) != 0) {
-    return io::system_error("cannot rename from " + impl_->partial_path, impl_->path);
+    return io::system_error("cannot rename from " + io::in_quotes(impl_->partial_path),
+                            impl_->path);
   }
   impl_->created = false;
   return io::sync_directory(io::parent_directory(impl_->path));

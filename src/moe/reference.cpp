@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <string>
 
 #include "cpu/float_environment.hpp"
 #include "format/layout.hpp"
@@ -278,7 +279,12 @@ const Backend reference_backend = {
     .name = "reference",
     .device = DeviceType::kCpu,
     .available = [] { return Support::yes(); },
-    .supports = [](const MoeProblem&, const ExpertShape&) { return Support::yes(); },
+    .supports = [](const MoeProblem&, const ExpertShape& shape) -> Support {
+      const int64_t longest = std::max(shape.hidden_size, shape.intermediate_size);
+      if (longest <= reference::kMaxExactK) return Support::yes();
+      return Support::no("sums over " + std::to_string(longest) + " elements do not fit int64, " +
+                         std::to_string(reference::kMaxExactK) + " do");
+    },
     .workspace_bytes =
         [](const MoeProblem& problem, const ExpertShape& shape, const MoeOptions& options) {
           return options.num_threads * reference::scratch_bytes(problem, shape);

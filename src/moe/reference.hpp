@@ -23,9 +23,12 @@ struct QuantizedRow {
 // Quantizes n BF16 values, extended with zeros to `padded` (a multiple of 16) columns.
 void quantize_row(const uint16_t* x, int64_t n, int64_t padded, QuantizedRow& out);
 
-// Every code * scale * code * scale is an integer multiple of 2^-20, at most 1.3e14 for a block of
-// 16, so int64 holds the sum over k exactly.
+// Every code * scale * code * scale is an integer multiple of 2^-20, so int64 holds the sum over k
+// exactly, up to a k.
 inline constexpr float kSumUnit = 1.0F / 1048576.0F;
+inline constexpr int64_t kMaxBlockSum =
+    16 * 12 * 12 * int64_t{229376} * 229376;                                    // 6 * 448, squared
+inline constexpr int64_t kMaxExactK = INT64_MAX / kMaxBlockSum * 16 / 64 * 64;  // padded to 64
 // Sums over k, in units of kSumUnit, of one row times the 16 rows of a cpu_tiles group.
 void exact_sums(const QuantizedRow& row, const uint8_t* group, int64_t k, int64_t (&sums)[16]);
 

@@ -2,12 +2,12 @@
 #include "hexpert/moe.hpp"
 
 #include <fmt/format.h>
-#include <omp.h>
 
 #include <algorithm>
 #include <limits>
 #include <new>
 
+#include "core/threads.hpp"
 #include "moe/activation.hpp"
 #include "moe/routed_moe_impl.hpp"
 
@@ -15,7 +15,6 @@ namespace hexpert {
 namespace {
 
 constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
-constexpr int kMaxThreads = 1024;       // OpenMP ends the process when it cannot start a thread
 constexpr int64_t kBaseAlignment = 16;  // of BF16 inputs and outputs, bytes
 
 template <typename... Args>
@@ -53,6 +52,9 @@ Status check_problem(const MoeProblem& problem, const ExpertShape& shape) {
                 kMaxInt32,
                 problem.max_tokens,
                 problem.top_k);
+  }
+  if (problem.top_k > kMaxInt32) {
+    return fail(ErrorCode::kTooLarge, "top_k: expected <= {}, got {}", kMaxInt32, problem.top_k);
   }
   return Status::success();
 }
@@ -285,12 +287,7 @@ Result<std::unique_ptr<RoutedMoe::Impl>> plan_impl(const MoeProblem& problem,
                                                    const MoeOptions& options) {
   const ExpertShape& shape = weights.shape();
   HX_RETURN_IF_ERROR(check_problem(problem, shape));
-  if (options.num_threads < 0 || options.num_threads > kMaxThreads) {
-    return fail(ErrorCode::kInvalidArgument,
-                "num_threads: expected 0..{}, got {}",
-                kMaxThreads,
-                options.num_threads);
-  }
+  HX_RETURN_IF_ERROR(check_num_threads("num_threads", options.num_threads));
   Result<const Backend*> backend =
       choose_backend(problem, shape, options.backend, weights.device());
   if (!backend.ok()) return backend.status();
@@ -298,9 +295,7 @@ Result<std::unique_ptr<RoutedMoe::Impl>> plan_impl(const MoeProblem& problem,
   auto impl = std::make_unique<RoutedMoe::Impl>();
   impl->problem = problem;
   impl->options = options;
-  if (options.num_threads == 0) {
-    impl->options.num_threads = std::clamp(omp_get_max_threads(), 1, kMaxThreads);
-  }
+  impl->options.num_threads = threads_or_default(options.num_threads);
   impl->weights = &weights.storage();
   impl->device = weights.device();
   impl->backend = *backend;

@@ -91,7 +91,7 @@ Status check_nvfp4(const char* name, const ConstNvfp4View& view, bool aligned) {
   const int64_t elements = view.rows * view.cols;
   const int64_t scale_bytes =
       elements == 0 ? 0 : block_scale_bytes(view.scale_layout, view.rows, view.cols);
-  const int64_t outer_count = view.per_row || elements == 0 ? view.rows : 1;
+  const int64_t outer_count = view.per_row ? view.rows : elements == 0 ? 0 : 1;
   const auto pointer = [&](const char* member, const void* data, int64_t bytes, int64_t alignment) {
     return check_pointer(fmt::format("{}.{}", name, member).c_str(), data, bytes, alignment);
   };

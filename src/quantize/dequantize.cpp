@@ -67,6 +67,7 @@ Status dequantize(const ConstNvfp4View& in, const TensorView& out) {
     return {ErrorCode::kDeviceMismatch,
             fmt::format("out: expected memory of the cpu, got {}", to_string(out.device))};
   }
+  if (in.rows == 0 || in.cols == 0) return {};
   const int64_t element = size_of(out.dtype);
   HX_RETURN_IF_ERROR(check_pointer("out", out.data, in.rows * in.cols * element, element));
   if (out.dtype == DType::kF32) {

@@ -1,12 +1,12 @@
 #include "hexpert/quantize.hpp"
 
 #include <fmt/format.h>
-#include <omp.h>
 
 #include <algorithm>
 #include <cstring>
 
 #include "backend/backend.hpp"
+#include "core/threads.hpp"
 #include "cpu/float_environment.hpp"
 #include "cpu/kernels.hpp"
 #include "cpu/quantize_row.hpp"
@@ -21,15 +21,12 @@ namespace {
 constexpr int64_t kElementsPerThread = 1 << 15;
 
 int threads_for(int64_t elements, int requested) {
-  const int most = requested > 0 ? requested : omp_get_max_threads();
-  return static_cast<int>(std::clamp<int64_t>(elements / kElementsPerThread, 1, most));
+  return static_cast<int>(
+      std::clamp<int64_t>(elements / kElementsPerThread, 1, threads_or_default(requested)));
 }
 
 Status check_options(const QuantizeOptions& options) {
-  if (options.num_threads < 0) {
-    return {ErrorCode::kInvalidArgument,
-            fmt::format("options.num_threads: expected at least 0, got {}", options.num_threads)};
-  }
+  HX_RETURN_IF_ERROR(check_num_threads("options.num_threads", options.num_threads));
   if (options.four_over_six.has_value()) {
     const float e4m3_max = options.four_over_six->e4m3_max;
     if (e4m3_max != 448.0F && e4m3_max != 256.0F) {

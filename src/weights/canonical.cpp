@@ -154,6 +154,17 @@ void import_matrix(const Matrix& m,
   }
 }
 
+// NaN stands for a poisoned matrix; infinity has no meaning.
+Status check_alphas(const float* alphas, int64_t experts, const char* name) {
+  for (int64_t e = 0; e < experts; ++e) {
+    if (std::isinf(alphas[e])) {
+      return {ErrorCode::kNonFiniteWeights,
+              fmt::format("{}: expert {} has {}, expected a finite number", name, e, alphas[e])};
+    }
+  }
+  return {};
+}
+
 Status require(const void* pointer, const char* name) {
   if (pointer != nullptr) return {};
   return {ErrorCode::kNullPointer, fmt::format("{}: must not be null", name)};
@@ -305,7 +316,11 @@ Status ExpertWeights::import_canonical(const CanonicalWeights& given) {
     CanonicalWeights source = given;
     if (source.fc1_gate_alpha == nullptr) source.fc1_gate_alpha = source.fc1_alpha;
     Storage& s = *storage_;
-    for (int64_t e = 0; e < s.shape.num_local_experts; ++e)
+    const int64_t experts = s.shape.num_local_experts;
+    HX_RETURN_IF_ERROR(check_alphas(source.fc1_alpha, experts, "fc1_alpha"));
+    HX_RETURN_IF_ERROR(check_alphas(source.fc1_gate_alpha, experts, "fc1_gate_alpha"));
+    HX_RETURN_IF_ERROR(check_alphas(source.fc2_alpha, experts, "fc2_alpha"));
+    for (int64_t e = 0; e < experts; ++e)
       HX_RETURN_IF_ERROR(check_canonical_expert(s, e, expert_part(source, s.shape, e)));
     if (!s.on_device) {
       for (int64_t e = 0; e < s.shape.num_local_experts; ++e)

@@ -7,6 +7,7 @@
 #include <new>
 
 #include "backend/backend.hpp"
+#include "core/threads.hpp"
 #include "core/without_bad_alloc.hpp"
 #include "cpu/float_environment.hpp"
 #include "fmt/format.h"
@@ -19,10 +20,6 @@ namespace {
 using Projection = ExpertWeights::Projection;
 
 constexpr int64_t kMaxSize = int64_t{1} << 30;  // of H and I: keeps every product inside int64
-
-int threads_of(int num_threads) {
-  return num_threads > 0 ? num_threads : omp_get_max_threads();
-}
 
 // Where the stacks of some weights may lie.
 struct Place {
@@ -185,7 +182,7 @@ void quantize_expert(ExpertWeights::Storage& s,
   const ExpertShape& shape = s.shape;
   const int64_t intermediate = shape.intermediate_size;
   const int64_t hidden = shape.hidden_size;
-  const int threads = threads_of(s.num_threads);
+  const int threads = threads_or_default(s.num_threads);
 
   const int64_t fc1_source_rows = intermediate * (shape.gated ? 2 : 1);
   const OuterScale fc1_outer = matrix_scale(amax_bits(fc1, fc1_source_rows * hidden, threads));
@@ -245,7 +242,7 @@ Status quantize_stacks(ExpertWeights::Storage& s,
   const int64_t fc1_elements = fc1.num_elements() / experts;
   const int64_t fc2_elements = fc2.num_elements() / experts;
   if (refuse_nonfinite) {
-    const int threads = threads_of(s.num_threads);
+    const int threads = threads_or_default(s.num_threads);
     HX_RETURN_IF_ERROR(
         check_finite("fc1_weight", fc1.as<uint16_t>(), experts, fc1_elements, threads));
     HX_RETURN_IF_ERROR(
@@ -383,6 +380,7 @@ Result<ExpertWeights> ExpertWeights::allocate(const ExpertShape& shape,
                               shape.hidden_size,
                               shape.intermediate_size));
   }
+  HX_RETURN_IF_ERROR(check_num_threads("options.num_threads", options.num_threads));
   Result<const Backend*> backend = find_backend(options.backend, options.device);
   if (!backend.ok()) return backend.status();
   return without_bad_alloc([&]() -> Result<ExpertWeights> {
