@@ -71,7 +71,7 @@ Result<std::unique_ptr<Memory>> allocate_memory(int64_t bytes, const Device& dev
 Status check_memory(std::string_view name, const void* data, const Device& device) {
   cudaPointerAttributes attributes{};
   HX_RETURN_IF_ERROR(check(cudaPointerGetAttributes(&attributes, data), name));
-  if (attributes.devicePointer == nullptr) {
+  if (attributes.type == cudaMemoryTypeUnregistered || attributes.devicePointer == nullptr) {
     return {ErrorCode::kDeviceMismatch,
             fmt::format(
                 "{}: expected memory of {}, got host memory at {}", name, to_string(device), data)};
