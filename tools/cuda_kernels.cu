@@ -30,25 +30,43 @@ cudaError_t launch_fill(int64_t count, cudaStream_t stream, Make make) {
   return cudaGetLastError();
 }
 
-__global__ void __launch_bounds__(kThreads)
-    read_kernel(const uint4* from, int64_t count, uint32_t* sink) {
-  constexpr int kUnroll = 8;
-  const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads * kUnroll;
+// Every thread has kUnroll loads of 16 bytes in flight.
+template <int kUnroll, bool kCopy>
+__global__ void stream_kernel(const uint4* from, uint4* to, int64_t count, uint32_t* sink) {
+  const int64_t block = int64_t{blockDim.x} * kUnroll;
   uint32_t sum = 0;
-  for (int64_t base = static_cast<int64_t>(blockIdx.x) * kThreads * kUnroll + threadIdx.x;
-       base < count;
-       base += step) {
-    uint4 v[kUnroll];
+  for (int64_t first = blockIdx.x * block + threadIdx.x; first < count;
+       first += gridDim.x * block) {
+    uint4 v[kUnroll] = {};
 #pragma unroll
     for (int j = 0; j < kUnroll; ++j) {
-      const int64_t i = base + j * kThreads;
-      v[j] = i < count ? __ldcs(from + i) : uint4{};
+      const int64_t i = first + int64_t{j} * blockDim.x;
+      if (i < count) v[j] = __ldcs(from + i);
     }
 #pragma unroll
-    for (int j = 0; j < kUnroll; ++j)
-      sum ^= v[j].x ^ v[j].y ^ v[j].z ^ v[j].w;
+    for (int j = 0; j < kUnroll; ++j) {
+      const int64_t i = first + int64_t{j} * blockDim.x;
+      if constexpr (kCopy) {
+        if (i < count) __stcs(to + i, v[j]);
+      } else {
+        sum ^= v[j].x ^ v[j].y ^ v[j].z ^ v[j].w;
+      }
+    }
   }
-  if (sum == 0x5A5A5A5AU) *sink = sum;  // keeps the loads
+  if (!kCopy && sum == 0x5A5A5A5AU) *sink = sum;  // keeps the loads
+}
+
+template <bool kCopy>
+cudaError_t stream_bytes(
+    const void* from, void* to, int64_t bytes, uint32_t* sink, int variant, cudaStream_t stream) {
+  const int threads = variant % 2 == 0 ? 256 : 512;
+  const int blocks_per_sm = variant / 2 % 3 == 0 ? 2 : variant / 2 % 3 == 1 ? 8 : 64;
+  const auto run = [&](auto kernel) {
+    kernel<<<132 * blocks_per_sm, threads, 0, stream>>>(
+        static_cast<const uint4*>(from), static_cast<uint4*>(to), bytes / 16, sink);
+    return cudaGetLastError();
+  };
+  return variant / 6 == 0 ? run(stream_kernel<4, kCopy>) : run(stream_kernel<8, kCopy>);
 }
 
 }  // namespace
@@ -79,9 +97,13 @@ cudaError_t fill_f32(float* to, int64_t count, float value, cudaStream_t stream)
   return launch_fill(count, stream, [=] __device__(int64_t i) { to[i] = value; });
 }
 
-cudaError_t read_all(const void* from, int64_t bytes, uint32_t* sink, cudaStream_t stream) {
-  read_kernel<<<kBlocks, kThreads, 0, stream>>>(static_cast<const uint4*>(from), bytes / 16, sink);
-  return cudaGetLastError();
+cudaError_t read_all(
+    const void* from, int64_t bytes, uint32_t* sink, int variant, cudaStream_t stream) {
+  return stream_bytes<false>(from, nullptr, bytes, sink, variant, stream);
+}
+
+cudaError_t copy_all(const void* from, void* to, int64_t bytes, int variant, cudaStream_t stream) {
+  return stream_bytes<true>(from, to, bytes, nullptr, variant, stream);
 }
 
 }  // namespace hexpert::tools
