@@ -94,7 +94,7 @@ TEST(Dequantize, RefusesBadViewsAndWritesNothing) {
       call(strided), ErrorCode::kNotContiguous, "out: expected packed rows, got strides [40, 1]");
   expect_status(call({out.data(), DType::kF32, {kRows, kCols}, Device::cuda(2)}),
                 ErrorCode::kDeviceMismatch,
-                "out: expected memory of the cpu, got cuda:2");
+                "out: expected memory of cpu, got cuda:2");
   expect_status(call({nullptr, DType::kBF16, {kRows, kCols}}),
                 ErrorCode::kNullPointer,
                 "out: expected 256 bytes, got null");
@@ -156,7 +156,7 @@ TEST(ErrorStats, RefusesBadArguments) {
                 "original: expected an address aligned to 16 bytes, got 0x");
   expect_status(call({x.data(), DType::kBF16, {kRows, kCols}, Device::cuda(0)}),
                 ErrorCode::kDeviceMismatch,
-                "original: expected memory of the cpu, got cuda:0");
+                "original: expected memory of cpu, got cuda:0");
 }
 
 // Every value decodes to 1 (code 2) or 2 (code 4 at scale 0.5) and so on: sums known by hand.

@@ -65,7 +65,7 @@ Status dequantize(const ConstNvfp4View& in, const TensorView& out) {
   }
   if (out.device != Device::cpu()) {
     return {ErrorCode::kDeviceMismatch,
-            fmt::format("out: expected memory of the cpu, got {}", to_string(out.device))};
+            fmt::format("out: expected memory of cpu, got {}", to_string(out.device))};
   }
   if (in.rows == 0 || in.cols == 0) return {};
   const int64_t element = size_of(out.dtype);
