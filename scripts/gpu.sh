@@ -35,6 +35,14 @@ fi
 run_tests() {
   echo "== tests"
   "$test_cuda" --gtest_brief=1
+  local model
+  for model in ${models//,/ }; do
+    "$hexpert" check --backend cuda-sm90a --model "$model" --num-experts 8 --tokens 33
+  done
+  if [[ -d data/tiny-swiglu ]]; then
+    "$hexpert" run data/tiny-swiglu/model.safetensors --tokens data/tiny-swiglu/tokens.safetensors \
+      --all-layers --backend cuda-sm90a
+  fi
 }
 
 # Small shapes: the tools are up to a hundred times slower. Every kernel, every tile width and both kinds of

@@ -1,6 +1,7 @@
 // The command line: exit codes, messages, and what the commands print.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -11,6 +12,7 @@
 #include "common.hpp"
 #include "hexpert/checkpoint.hpp"
 #include "random_layer.hpp"
+#include "random_routing.hpp"
 
 namespace hexpert::tools {
 namespace {
@@ -97,6 +99,62 @@ TEST(Cli, BackendThatCannotRunHereExitsWithFour) {
     EXPECT_EQ(outcome.exit_code, kExitUnsupported) << name;
     EXPECT_TRUE(contains(outcome.err, backend.reason)) << outcome.err;
   }
+}
+
+TEST(Cli, GpuOptionsOfBenchNeedAGpuBackend) {
+  for (const char* option : {"--batch-invariant", "--routing=zipf", "--local-experts=4"}) {
+    const Outcome outcome = hexpert_cli({"bench", "--backend", "cpu-scalar", option});
+    EXPECT_EQ(outcome.exit_code, kExitUsage) << option;
+    EXPECT_TRUE(contains(outcome.err, "are for GPU backends")) << outcome.err;
+  }
+  EXPECT_EQ(hexpert_cli({"bench", "--routing", "round-robin"}).exit_code, kExitUsage);
+}
+
+TEST(RandomRouting, KindsAreWhatTheySay) {
+  constexpr int64_t kTokens = 3000;
+  constexpr int64_t kTopK = 4;
+  constexpr int64_t kExperts = 32;
+  for (const char* kind : kRoutings) {
+    SCOPED_TRACE(kind);
+    const RandomRouting routing = random_routing(kind, kTokens, kTopK, kExperts, 5);
+    ASSERT_EQ(routing.ids.size(), static_cast<size_t>(kTokens * kTopK));
+    EXPECT_EQ(routing.ids, random_routing(kind, kTokens, kTopK, kExperts, 5).ids);
+    std::vector<int64_t> slots(kExperts);
+    int64_t empty = 0;
+    for (size_t i = 0; i < routing.ids.size(); ++i) {
+      const int32_t id = routing.ids[i];
+      ASSERT_TRUE(id >= -1 && id < kExperts);
+      if (id < 0) {
+        ++empty;
+        continue;
+      }
+      ++slots[static_cast<size_t>(id)];
+      for (size_t j = i / kTopK * kTopK; j < i && std::string(kind) != "one"; ++j)
+        ASSERT_NE(routing.ids[j], id) << "an expert twice in token " << i / kTopK;
+    }
+    const auto most = static_cast<double>(*std::max_element(slots.begin(), slots.end()));
+    const auto all = static_cast<double>(kTokens * kTopK);
+    const std::string name = kind;
+    EXPECT_NEAR(static_cast<double>(empty) / all, name == "half-empty" ? 0.5 : 0.0, 0.02);
+    if (name == "uniform") {
+      EXPECT_LT(most, 1.3 * all / kExperts);
+    } else if (name == "zipf") {
+      EXPECT_GT(most, 4 * all / kExperts);
+    } else if (name == "one") {
+      EXPECT_EQ(most, all);
+    }
+    const RoutingLoad load = load_of(routing, kExperts);
+    EXPECT_EQ(load.routes, kTokens * kTopK - empty);
+    EXPECT_EQ(load.active_experts, kExperts - std::count(slots.begin(), slots.end(), int64_t{0}));
+    const RoutingLoad half = load_of(routing, kExperts / 2);
+    EXPECT_LE(half.routes, load.routes);
+    EXPECT_LE(half.active_experts, kExperts / 2);
+  }
+}
+
+// More slots than experts: repeated ones, and no endless search.
+TEST(RandomRouting, MoreSlotsThanExperts) {
+  EXPECT_EQ(random_routing("uniform", 10, 5, 2, 1).ids.size(), 50U);
 }
 
 TEST(Cli, ExitCodesOfLibraryErrors) {

@@ -41,6 +41,7 @@ constexpr const char* kFooter =
     "\n"
     "On a GPU a row is one CUDA graph of several calls with their own routes and copies of the\n"
     "weights, so that no call finds its data in the L2 cache; the ceilings are those of the run.\n"
+    "Rows are not checked there: 'hexpert check --backend cuda-sm90a' does that.\n"
     "\n"
     "  us           of one call, the whole layer, median of the replays\n"
     "  roofline us  the longer of: 4.5 bits for each weight of the active experts / read "
