@@ -299,15 +299,18 @@ nb::object Array::export_capsule(const nb::dict& arguments) const {
     versioned[key] = value;
   versioned["max_version"] = nb::make_tuple(DLPACK_MAJOR_VERSION, DLPACK_MINOR_VERSION);
   const nb::object method = object_.attr("__dlpack__");
-  try {
-    return method(**versioned);
-  } catch (nb::python_error& error) {
-    if (!error.matches(PyExc_TypeError)) {
-      wrong_dtype(
-          fmt::format("{} that has no DLPack form: {}", name_of_type(object_), error.what()));
+  for (const nb::dict& keywords : {versioned, arguments}) {
+    try {
+      return method(**keywords);
+    } catch (nb::python_error& error) {
+      const bool last = !keywords.contains("max_version");
+      if (last || !error.matches(PyExc_TypeError)) {
+        wrong_dtype(
+            fmt::format("{} that has no DLPack form: {}", name_of_type(object_), error.what()));
+      }
     }
   }
-  return method(**arguments);
+  return {};
 }
 
 void Array::take_dlpack() {

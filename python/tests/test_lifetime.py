@@ -127,7 +127,7 @@ def test_threads_share_weights(layer):
 
 
 def test_interpreter_lock_is_free_during_work():
-    big = Layer(experts=8, hidden=1024, inter=1024, tokens=8)
+    big = Layer(experts=4, hidden=1024, inter=1024, tokens=8)
     ticks = []
     done = threading.Event()
 

@@ -1,0 +1,222 @@
+"""torch: an independent implementation of the rules, tensors in and out, the module and the custom op."""
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+import reference  # noqa: E402
+from conftest import GROUPS, golden_cases  # noqa: E402
+
+import hexpert  # noqa: E402
+import hexpert.torch  # noqa: E402
+
+LAYOUTS = {
+    hexpert.ScaleLayout.LINEAR: lambda scales: scales.reshape(-1),
+    hexpert.ScaleLayout.L128X4: lambda scales: reference.tiled(scales, 128),
+    hexpert.ScaleLayout.L8X4: lambda scales: reference.tiled(scales, 8),
+}
+# Shapes of FlashInfer's quantizer tests.
+SHAPES = [
+    *[(1, 64), (1, 1024), (3, 128), (16, 64), (64, 128), (128, 64), (256, 128), (512, 256), (128, 1024)],
+    *[(1024, 2048), (128, 16384), (120, 64), (200, 256)],
+]
+
+
+def inputs(kind, rows, cols):
+    generator = torch.Generator().manual_seed(rows * cols)
+    if kind == "random":
+        x = torch.randn(rows, cols, generator=generator)
+        x[0] = 0
+    elif kind == "boundary":
+        x = torch.linspace(-12, 12, rows * cols).view(rows, cols)
+        x = x.round(decimals=2) + 1e-3 * torch.randint(-1, 2, x.shape, generator=generator)
+    elif kind == "zeros":
+        x = torch.zeros(rows, cols)
+        x[-1] = -0.0
+    elif kind == "maxima":
+        x = torch.full((rows, cols), torch.finfo(torch.bfloat16).max)
+    else:  # nonfinite
+        x = torch.randn(rows, cols, generator=generator)
+        x[0, cols // 2] = torch.nan
+        x[rows // 2, 0] = torch.inf
+    return x.bfloat16()
+
+
+def same(got, want):
+    return torch.equal(got.reshape(-1).view(torch.uint8), want.reshape(-1).contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize("kind", ["random", "boundary", "zeros", "maxima", "nonfinite"])
+@pytest.mark.parametrize("rows, cols", SHAPES)
+def test_quantizers(rows, cols, kind):
+    x = inputs(kind, rows, cols)
+    for per_row, quantize in ((True, hexpert.quantize_tokens), (False, hexpert.quantize_matrix)):
+        codes, scales, outer = reference.quantize(x, per_row)
+        for layout, arrange in LAYOUTS.items():
+            got = quantize(x, scale_layout=layout)
+            assert all(isinstance(tensor, torch.Tensor) for tensor in got)
+            assert same(got[0], codes), "codes"
+            assert same(got[1], arrange(scales)), "block scales"
+            assert same(got[2].nan_to_num(-1.0), outer.nan_to_num(-1.0)), "outer scales"
+
+
+@pytest.mark.parametrize("group", ["per_token", "per_tensor"])
+def test_reference_gives_the_golden_bits(group):
+    for golden in GROUPS[group].values():
+        x = torch.from_numpy(golden["x"]).view(torch.bfloat16)
+        x = reference.padded(x, x.shape[0], 2 * golden["data"].shape[1])
+        codes, scales, outer = reference.quantize(x, group == "per_token")
+        assert same(codes, torch.from_numpy(golden["data"]))
+        assert same(scales, torch.from_numpy(golden["scale_linear"]))
+        assert same(outer, torch.from_numpy(golden["row_scale" if group == "per_token" else "alpha"]))
+
+
+# (experts, top_k, hidden, inter, tokens, local, offset, gated): Megatron's inference tests, and FlashInfer's
+# with their partial output tiles.
+LAYERS = [
+    (4, 1, 64, 64, 1, 4, 0, False),
+    (4, 2, 64, 64, 4, 4, 0, False),
+    (4, 2, 64, 64, 4, 4, 0, True),
+    (8, 2, 128, 128, 8, 8, 0, False),
+    (8, 4, 128, 128, 16, 8, 0, True),
+    (8, 6, 128, 128, 32, 8, 0, False),
+    (8, 6, 128, 256, 32, 8, 0, True),
+    (8, 4, 128, 256, 64, 8, 0, False),
+    (16, 8, 64, 128, 128, 16, 0, True),
+    (8, 4, 128, 128, 32, 4, 4, False),
+    (8, 4, 128, 128, 32, 2, 6, False),
+    (8, 2, 256, 512, 128, 8, 0, False),
+    (8, 2, 384, 512, 128, 8, 0, False),
+    (8, 2, 80, 104, 17, 8, 0, True),
+]
+
+
+class Case:
+    def __init__(self, experts, top_k, hidden, inter, tokens, local, offset, gated):
+        generator = torch.Generator().manual_seed(experts + tokens)
+        shape = (local, 2 * inter if gated else inter, hidden)
+        self.fc1 = (torch.randn(shape, generator=generator) / 10).bfloat16()
+        self.fc2 = (torch.randn(local, hidden, inter, generator=generator) / 10).bfloat16()
+        self.x = (torch.randn(tokens, hidden, generator=generator) / 10).bfloat16()
+        logits = torch.randn(tokens, experts, generator=generator)
+        top, self.ids = logits.topk(top_k, dim=1)
+        self.p = top.softmax(1)
+        self.offset = offset
+        self.weights = hexpert.ExpertWeights.prepare(self.fc1, self.fc2)
+        self.layer = hexpert.RoutedMoe.create(
+            self.weights,
+            max_tokens=tokens,
+            top_k=top_k,
+            num_experts=experts,
+            local_expert_offset=offset,
+            activation=hexpert.ActivationType.SWIGLU if gated else hexpert.ActivationType.SQUARED_RELU,
+        )
+
+
+@pytest.mark.parametrize("shape", LAYERS, ids=str)
+def test_layer(shape):
+    case = Case(*shape)
+    got = case.weights.export_canonical(like=case.x)
+    for name, tensor in reference.prepare(case.fc1, case.fc2).items():
+        assert same(got[name], tensor), name
+    want = reference.forward(case.fc1, case.fc2, case.x, case.ids, case.p, case.offset)
+    out = torch.full((case.x.shape[0], case.x.shape[1]), torch.nan)
+    assert case.layer.forward(case.x, case.ids, case.p, out) is out
+    # One flipped rounding before a quantization changes its row by some percent, and is legitimate.
+    error = (out.double() - want).norm(dim=1)
+    relative = error / want.norm(dim=1).clamp(min=1e-30)
+    assert relative[want.norm(dim=1) > 0].max() <= 0.12
+    assert (relative <= 4e-3).float().mean() >= 0.95 or (relative > 4e-3).sum() <= 1
+    assert (out[want.norm(dim=1) == 0] == 0).all()
+    rounded = case.layer.forward(case.x, case.ids.int(), case.p)
+    assert rounded.dtype == torch.bfloat16 and torch.equal(rounded, out.bfloat16())
+
+
+def test_tensors():
+    case = Case(*LAYERS[4])
+    want = case.layer.forward(case.x, case.ids, case.p)
+    parameter = torch.nn.Parameter(case.x)
+    got = case.layer.forward(parameter, case.ids, case.p)
+    assert torch.equal(got, want) and not got.requires_grad, "gradients stop here"
+    codes, scales, outer = hexpert.quantize_tokens(case.x)
+    back = hexpert.dequantize(codes, scales.view(torch.float8_e4m3fn), outer)
+    assert torch.equal(back, reference.values(codes, scales, outer).float())
+    out = torch.empty_like(case.x)
+    assert hexpert.dequantize(codes, scales, outer, out=out) is out
+    assert torch.equal(out, back.bfloat16())
+    wide = torch.randn(8, 64).bfloat16()
+    assert same(hexpert.quantize_tokens(wide[:, :32])[0], hexpert.quantize_tokens(wide[:, :32].clone())[0])
+
+
+@pytest.mark.parametrize(
+    "make, error, text",
+    [
+        (lambda x: x.float(), TypeError, "hidden_states: expected bf16, got"),
+        (lambda x: x.double(), TypeError, "f64"),
+        (lambda x: x.to(torch.complex64), TypeError, "complex64"),
+        (lambda x: x > 0, TypeError, "bool"),
+        (lambda x: x.to("meta"), ValueError, "expected memory of cpu or cuda, got meta"),
+        (lambda x: x.to_sparse(), ValueError, "expected a dense tensor, got layout torch.sparse_coo"),
+        (lambda x: x.t(), ValueError, "hidden_states: expected"),
+        (lambda x: x[:, ::2], ValueError, "hidden_states: expected"),
+        (lambda x: x[None], ValueError, "hidden_states: expected"),
+        (lambda x: x.view(1, 1, 1, 1, 1, *x.shape), ValueError, "expected rank 0..6, got 7"),
+    ],
+)
+def test_refused_tensors(make, error, text):
+    case = Case(*LAYERS[4])
+    for call in (lambda x: case.layer.forward(x, case.ids, case.p), hexpert.quantize_tokens):
+        with pytest.raises(error, match=text.replace("[", r"\[")):
+            call(make(case.x))
+
+
+@pytest.mark.parametrize("case, golden", golden_cases("moe"))
+def test_golden_layer(case, golden):
+    stacks = GROUPS["weights"]["gated_e2_i192_h80" if case == "gated" else "relu2_e3_i96_h64"]
+    num_experts, offset, _, top_k, _ = golden["config"].tolist()
+    experts = hexpert.torch.RoutedExperts(
+        *(torch.from_numpy(stacks[name]).view(torch.bfloat16) for name in ("fc1_weight", "fc2_weight")),
+        top_k=top_k,
+        max_tokens=16,
+        num_experts=num_experts,
+        local_expert_offset=offset,
+    )
+    arguments = (
+        torch.from_numpy(golden["hidden_states"]).view(torch.bfloat16),
+        torch.from_numpy(golden["routing_map"]),
+        torch.from_numpy(golden["probabilities"]),
+    )
+    want = torch.from_numpy(golden["output_bf16"]).view(torch.bfloat16)
+    assert torch.equal(experts(*arguments), want)
+    compiled = torch.compile(experts, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(*arguments), want), "one graph, without breaks"
+    out = torch.empty_like(want)
+    assert torch.equal(compiled(*arguments, out), want) and torch.equal(out, want)
+
+
+def test_custom_op_is_well_formed():
+    case = Case(*LAYERS[4])
+    experts = hexpert.torch.RoutedExperts(case.fc1, case.fc2, top_k=4, max_tokens=16)
+    torch.library.opcheck(
+        torch.ops.hexpert.routed_moe.default, (case.x, case.ids, case.p, experts._number)
+    )
+    assert "cpu" in repr(experts)
+
+
+def test_module_gives_its_layer_back():
+    case = Case(*LAYERS[4])
+    before = len(hexpert.torch._layers)
+    experts = [hexpert.torch.RoutedExperts(case.fc1, case.fc2, top_k=4, max_tokens=16) for _ in range(3)]
+    assert len(hexpert.torch._layers) == before + 3
+    del experts
+    assert len(hexpert.torch._layers) == before
+
+
+def test_refresh():
+    case, other = Case(*LAYERS[4]), Case(*LAYERS[4])
+    other.fc1, other.fc2 = other.fc1.flip(0).contiguous(), other.fc2.flip(0).contiguous()
+    experts = hexpert.torch.RoutedExperts(case.fc1, case.fc2, top_k=4, max_tokens=16)
+    fresh = hexpert.torch.RoutedExperts(other.fc1, other.fc2, top_k=4, max_tokens=16)
+    assert not torch.equal(experts(case.x, case.ids, case.p), fresh(case.x, case.ids, case.p))
+    experts.refresh(other.fc1, other.fc2)
+    assert torch.equal(experts(case.x, case.ids, case.p), fresh(case.x, case.ids, case.p))
