@@ -1,5 +1,6 @@
 """The examples, and the programs of the pages in docs/, run."""
 
+import json
 import re
 import subprocess
 import sys
@@ -28,3 +29,19 @@ def test_page(name, tmp_path):
     assert len(programs) == 1 and programs[0].count("\n") <= 30
     (tmp_path / "program.py").write_text(programs[0])
     assert run(tmp_path / "program.py")
+
+
+def test_evaluation_of_the_shipped_models(tmp_path):
+    for module in ("safetensors", "matplotlib"):
+        pytest.importorskip(module)
+    figures, plot = tmp_path / "figures.json", tmp_path / "plot.svg"
+    script = ROOT / "python" / "tiny_moe" / "evaluate.py"
+    run(script, "--windows", 4, "--json", figures, "--plot", plot)
+    assert "<svg" in plot.read_text()
+    for result in json.loads(figures.read_text()).values():
+        bits = result["bits_per_byte"]
+        assert bits["bf16"] < 2.5, "the model is the trained one"
+        assert abs(bits["nvfp4"] - bits["bf16"]) < 0.06 and abs(bits["nvfp4-weights"] - bits["bf16"]) < 0.06
+        assert 0.85 < result["agreement"]["nvfp4"] < 1
+        for errors in result["relative_l2"].values():
+            assert 0.02 < errors["nvfp4-weights"] < errors["nvfp4"] < 0.15
