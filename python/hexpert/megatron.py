@@ -86,6 +86,7 @@ class FlashInferRoutedNVFP4Weights:
                 hidden_size=self.hidden_size,
                 intermediate_size=self.intermediate_size,
                 gated=self.gated,
+                device=self.fc1_data.device,
             )
         )
         for field in ("padded_hidden_size", "padded_intermediate_size"):
@@ -121,9 +122,8 @@ class FlashInferRoutedNVFP4Weights:
             raise AttributeError(f"{type(self).__name__} has no attribute {name}")
         with self._lock:
             if name not in self.__dict__:
-                fields = self._weights.export_canonical(like=self.fc2_input_scale)
-                for field in _EXPORTED:
-                    setattr(self, field, fields[field])
+                for field, tensor in self._export().items():
+                    setattr(self, field, tensor.to(self.fc2_input_scale.device))
                 self.fc1_scale = _scale_view(self.fc1_scale_swizzled)
                 self.fc2_scale = _scale_view(self.fc2_scale_swizzled)
         return self.__dict__[name]
@@ -134,13 +134,19 @@ class FlashInferRoutedNVFP4Weights:
 
     def import_fields(self) -> None:
         """Takes the bytes of the canonical fields over, after somebody wrote into them."""
-        self._weights.import_canonical(**{field: getattr(self, field) for field in _EXPORTED})
+        self._weights.import_canonical(**{field: getattr(self, field).cpu() for field in _EXPORTED})
 
     def _refresh(self, fc1_weight: Tensor, fc2_weight: Tensor) -> None:
         self._weights.refresh(fc1_weight, fc2_weight)
         with self._lock:
             if "fc1_data" in self.__dict__:
-                self._weights.export_canonical_into(**{field: self.__dict__[field] for field in _EXPORTED})
+                for field, tensor in self._export().items():
+                    self.__dict__[field].copy_(tensor)
+
+    def _export(self) -> dict[str, Tensor]:
+        """The canonical fields in host memory, which is what a backend writes to. Waits for a GPU."""
+        fields = self._weights.export_canonical(like=torch.empty(0))
+        return {field: fields[field] for field in _EXPORTED}
 
     def _layer(self, tokens: int, top_k: int, num_experts: int, offset: int, activation) -> RoutedMoe:
         """The plan for a call: one for each routing, grown by doubling."""
