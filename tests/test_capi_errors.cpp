@@ -277,12 +277,45 @@ TEST_F(CApiErrors, Create) {
   hx_moe* never = nullptr;
   expect_start(hx_moe_create(&problem_, weights_.handle, &options, &never),
                HX_NOT_FOUND,
-               "backend: expected one of cuda-sm90a, cpu-amx, ");
+               "backend: expected one of ");
   problem_.top_k = std::numeric_limits<int32_t>::max();
   options = HX_MOE_OPTIONS_INIT;
   options.num_threads = 1024;
   expect_start(
       hx_moe_create(&problem_, weights_.handle, &options, &never), HX_OUT_OF_MEMORY, "workspace: ");
+}
+
+TEST_F(CApiErrors, Workspace) {
+  int64_t needed = 0;
+  ASSERT_EQ(hx_moe_workspace_bytes_for(&problem_, weights_.handle, nullptr, &needed), HX_OK)
+      << hx_last_error();
+  ASSERT_GT(needed, 0);
+  AlignedVector<uint8_t> memory(static_cast<std::size_t>(needed) + 512);
+  uint8_t* start = memory.data();
+  while (reinterpret_cast<uintptr_t>(start) % HX_WORKSPACE_ALIGNMENT != 0)
+    ++start;
+  hx_moe_options options = HX_MOE_OPTIONS_INIT;
+  options.workspace = start;
+  options.workspace_bytes = needed;
+  Moe moe;
+  ASSERT_EQ(hx_moe_create(&problem_, weights_.handle, &options, &moe.handle), HX_OK)
+      << hx_last_error();
+  EXPECT_EQ(hx_moe_forward(moe.handle, &inputs_, &out_, nullptr), HX_OK) << hx_last_error();
+  const auto create_with = [&] {
+    hx_moe* never = nullptr;
+    return hx_moe_create(&problem_, weights_.handle, &options, &never);
+  };
+  options.workspace_bytes = needed - 1;
+  expect_start(create_with(), HX_WORKSPACE_TOO_SMALL, "workspace: expected at least ");
+  options.workspace_bytes = needed;
+  options.workspace = start + 1;
+  expect_start(create_with(), HX_MISALIGNED, "workspace: expected an address aligned to 256 bytes");
+  options.workspace = nullptr;
+  expect_start(create_with(), HX_NULL_POINTER, "workspace: expected ");
+  problem_.top_k = 0;
+  expect_start(hx_moe_workspace_bytes_for(&problem_, weights_.handle, nullptr, &needed),
+               HX_INVALID_ARGUMENT,
+               "top_k: expected >= 1, got 0");
 }
 
 TEST_F(CApiErrors, ForwardInputs) {
