@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Installs what is needed, builds, and runs all quick tests. No GPU needed. Options add to that:
+# Installs what is needed, builds, and runs all quick tests, those of the Python package too. No GPU needed.
+# Options add to that:
 #   --sanitizers   the same under the address and undefined-behaviour sanitizers and the thread sanitizer
 #   --large        tests of more than 2^31 elements and of hundreds of experts (8 GiB of memory)
 set -euo pipefail
@@ -34,6 +35,10 @@ run() {
 }
 
 run dev
+echo "== Python package"
+python_started=$SECONDS
+./scripts/test_python.sh
+passed+=("python ($((SECONDS - python_started)) s)")
 if $large; then
   echo "== large tests"
   ctest --test-dir build/dev --label-regex '^slow$' --output-on-failure --no-tests=error

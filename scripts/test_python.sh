@@ -15,5 +15,9 @@ fi
 pip=("$venv/bin/pip" --quiet --disable-pip-version-check)
 "${pip[@]}" install --requirement "$requirements"
 if command -v ccache >/dev/null; then export CMAKE_CXX_COMPILER_LAUNCHER=ccache; fi
-"${pip[@]}" install --config-settings=build-dir=build/python/package .
+# CUDA kernels take minutes to compile; without a GPU no test here runs them.
+cuda=OFF
+if nvidia-smi -L &>/dev/null; then cuda=AUTO; fi
+"${pip[@]}" install --config-settings=build-dir=build/python/package \
+  --config-settings=cmake.define.HEXPERT_CUDA="$cuda" .
 OMP_WAIT_POLICY=passive "$venv/bin/python" -m pytest --quiet "$@"
