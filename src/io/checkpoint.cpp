@@ -81,9 +81,9 @@ Status check_numbered_shards(const std::string& directory, const std::vector<std
 Status open_files(const std::string& directory,
                   const std::vector<std::string>& names,
                   std::vector<SafetensorsFile>* files) {
+  const std::string prefix = directory.empty() ? "" : directory + "/";
   for (const std::string& name : names) {
-    Result<SafetensorsFile> file =
-        SafetensorsFile::open(directory.empty() ? name : directory + "/" + name);
+    Result<SafetensorsFile> file = SafetensorsFile::open(prefix + name);
     if (!file.ok()) return file.status();
     files->push_back(*std::move(file));
   }

@@ -180,7 +180,7 @@ Status ExpertReader::read_dense(int64_t expert, int64_t column_multiple, DenseVi
                         const char* name,
                         uint16_t* to,
                         int64_t stride) -> Status {
-    const Status done = read_matrix(projection, *dtype, num_threads_, to, stride);
+    Status done = read_matrix(projection, *dtype, num_threads_, to, stride);
     if (done.ok()) return done;
     return {done.code(), place_of(info.prefix, expert, name) + done.message()};
   };

@@ -37,10 +37,11 @@ Result<MappedFile> MappedFile::open(const std::string& path) {
 void release_pages(const uint8_t* first, int64_t bytes) {
   if (bytes <= 0) return;
   const auto page = static_cast<uintptr_t>(::sysconf(_SC_PAGESIZE));
-  const uintptr_t begin = reinterpret_cast<uintptr_t>(first) / page * page;
-  const uintptr_t end = reinterpret_cast<uintptr_t>(first) + static_cast<uintptr_t>(bytes);
+  const uintptr_t before = reinterpret_cast<uintptr_t>(first) % page;  // on the first page
   // Advice: a refusal costs memory only.
-  (void)::madvise(reinterpret_cast<void*>(begin), end - begin, MADV_DONTNEED);
+  (void)::madvise(const_cast<uint8_t*>(first - before),
+                  before + static_cast<std::size_t>(bytes),
+                  MADV_DONTNEED);
 }
 
 }  // namespace hexpert::io

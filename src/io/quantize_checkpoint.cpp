@@ -211,7 +211,7 @@ Status write_text(const std::string& path, const std::string& text) {
       ::open(partial.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0666));
   if (!file) return io::system_error("cannot create", partial);
   const auto failed = [&] {
-    const Status status = io::system_error("cannot write", partial);
+    Status status = io::system_error("cannot write", partial);
     ::unlink(partial.c_str());
     return status;
   };
@@ -307,7 +307,7 @@ Status write_directory(const std::string& output,
         progress->bytes_done += unit.source_bytes;
       continue;
     }
-    if (const Status written = write_file(path, plan, file, units); !written.ok()) {
+    if (Status written = write_file(path, plan, file, units); !written.ok()) {
       ::rmdir(partial.c_str());  // stays while it holds a finished shard
       return written;
     }
