@@ -4,8 +4,8 @@ execute_process(COMMAND ${NM} --dynamic --defined-only --format=posix ${LIBRARY}
   OUTPUT_VARIABLE symbols COMMAND_ERROR_IS_FATAL ANY)
 string(REGEX MATCHALL "[^\n]+" lines "${symbols}")
 foreach(line ${lines})
-  if(line MATCHES "^(HEXPERT_[0-9.]+) A")
-    continue()  # the version node
+  if(line MATCHES "^HEXPERT_[0-9.]+(@@HEXPERT_[0-9.]+)? A")
+    continue()  # the version node, as GNU nm or as llvm-nm spells it
   endif()
   string(REGEX REPLACE "[@ ].*" "" symbol "${line}")
   list(APPEND exported ${symbol})
