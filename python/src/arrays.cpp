@@ -93,7 +93,7 @@ std::optional<DType> torch_dtype(nb::handle torch, nb::handle dtype) {
 
 // What is known of a Python type; looked up once.
 struct TypeInfo {
-  PyTypeObject* type = nullptr;
+  nb::handle type;
   Framework framework = Framework::kOther;
   bool is_array = true;
   const DLPackExchangeAPI* exchange = nullptr;  // of torch 2.10 and newer
@@ -110,7 +110,7 @@ const DLPackExchangeAPI* exchange_of(nb::handle type) {
 
 TypeInfo look_at(nb::handle object) {
   TypeInfo info;
-  info.type = Py_TYPE(object.ptr());
+  info.type = object.type();
   if (is_instance(object, "torch", "Tensor")) {
     info.framework = Framework::kTorch;
     info.exchange = exchange_of(object.type());
@@ -128,11 +128,11 @@ TypeInfo info_of(nb::handle object) {
   constexpr size_t kMostTypes = 32;
   static std::vector<TypeInfo> known;
   for (const TypeInfo& info : known) {
-    if (info.type == Py_TYPE(object.ptr())) return info;
+    if (info.type.is(object.type())) return info;
   }
   const TypeInfo info = look_at(object);
   if (info.is_array && known.size() < kMostTypes) {
-    Py_INCREF(info.type);
+    info.type.inc_ref();
     known.push_back(info);
   }
   return info;
