@@ -47,13 +47,7 @@ Support supports(const MoeProblem& problem, const ExpertShape& shape) {
     return Support::no(fmt::format(
         "at most {} local experts, got {}", kMaxRoutedExperts, shape.num_local_experts));
   }
-  // Rows of the GEMM's token operand are addressed in 16-byte units of 32 bits.
   const int64_t slots = problem.max_tokens * problem.top_k;
-  const int64_t largest =
-      std::max(problem.max_tokens * (sizes.hidden / 8), slots * (sizes.intermediate / 8));
-  if (largest > std::numeric_limits<uint32_t>::max()) {
-    return Support::no(fmt::format("at most 2^35 elements of one operand, got {}", largest * 8));
-  }
   const int64_t items = (sizes.shape.num_local_experts + slots / 8) *
                         std::max(sizes.fc1_rows, sizes.fc2_rows) / 128 * 8;
   if (items > kMaxInt32) {

@@ -2,6 +2,9 @@
 
 #include <nvtx3/nvToolsExt.h>
 
+#include <algorithm>
+#include <iterator>
+
 #include "cuda/device_memory.hpp"
 #include "cuda/device_weights.hpp"
 #include "cuda/hopper_plan.hpp"
@@ -17,6 +20,9 @@ struct HopperPlan final : BackendPlan {
   Device device;
   FragmentWeights weights;
   HopperWorkspace workspace;
+  // Operands of FC1 and FC2, for each variant of the GEMM.
+  CUtensorMap x_map[std::size(kGemmVariants)];
+  CUtensorMap h_map[std::size(kGemmVariants)];
   int num_blocks = 0;  // one a multiprocessor
   bool overlap = true;
 };
@@ -35,6 +41,7 @@ class Forward {
  public:
   Forward(const ForwardArgs& args, const HopperPlan& plan)
       : args_(args),
+        plan_(plan),
         problem_(*args.problem),
         w_(plan.weights),
         work_(plan.workspace),
@@ -82,31 +89,33 @@ class Forward {
                             .codes = dump_.x_codes(),
                             .block_scales = dump_.x_block_scales(),
                             .token_scale = work_.x_token_scale,
-                            .operand = work_.x},
+                            .operand = work_.x,
+                            .expanded_to_permuted = work_.routes.expanded_to_permuted,
+                            .top_k = problem_.top_k,
+                            .route_scale = work_.x_route_scale},
                            overlapped_);
   }
 
   cudaError_t fc1() {
     const StageRange range("fc1");
     const Epilogue activated = w_.shape.gated ? Epilogue::kSwiGlu : Epilogue::kSquaredRelu;
-    return how_.gemm->launch({.weights = w_.fc1,
-                              .expert_bytes = w_.fc1_bytes(),
-                              .fragment_rows = w_.fc1_rows,
-                              .k = w_.hidden,
-                              .x = work_.x,
-                              .permuted_to_expanded = work_.routes.permuted_to_expanded,
-                              .top_k = static_cast<int32_t>(problem_.top_k),
-                              .row_scale = work_.x_token_scale,
-                              .up_alpha = w_.fc1_up_alpha,
-                              .gate_alpha = w_.fc1_gate_alpha,
-                              .routes = work_.routes,
-                              .out = how_.fc1_partial ? static_cast<void*>(work_.results) : work_.h,
-                              .out_cols = w_.intermediate,
-                              .max_routes = slots_,
-                              .splits = how_.fc1_splits},
-                             how_.fc1_partial ? Epilogue::kPartial : activated,
-                             num_blocks_,
-                             overlapped_);
+    return how_.gemm->launch(
+        {.weights = w_.fc1,
+         .expert_bytes = w_.fc1_bytes(),
+         .fragment_rows = w_.fc1_rows,
+         .k = w_.hidden,
+         .x = map_of(plan_.x_map),
+         .row_scale = work_.x_route_scale,
+         .up_alpha = w_.fc1_up_alpha,
+         .gate_alpha = w_.fc1_gate_alpha,
+         .routes = work_.routes,
+         .out = how_.fc1_partial ? static_cast<void*>(work_.fc1_sums) : work_.h,
+         .out_cols = w_.intermediate,
+         .max_routes = slots_,
+         .splits = how_.fc1_splits},
+        how_.fc1_partial ? Epilogue::kPartial : activated,
+        num_blocks_,
+        overlapped_);
   }
 
   cudaError_t requantize_routes() {
@@ -120,13 +129,11 @@ class Forward {
                        .block_scales = dump_.h_block_scales(),
                        .partial = {}};
     if (how_.fc1_partial) {
-      args.partial = {.sums = reinterpret_cast<const float*>(work_.results),
+      args.partial = {.sums = work_.fc1_sums,
                       .splits = how_.fc1_splits,
                       .fc1_rows = w_.fc1_rows,
                       .activation = problem_.activation,
-                      .permuted_to_expanded = work_.routes.permuted_to_expanded,
-                      .top_k = problem_.top_k,
-                      .x_token_scale = work_.x_token_scale,
+                      .route_scale = work_.x_route_scale,
                       .route_expert = work_.routes.route_expert,
                       .up_alpha = w_.fc1_up_alpha,
                       .gate_alpha = w_.fc1_gate_alpha,
@@ -141,7 +148,7 @@ class Forward {
                               .expert_bytes = w_.fc2_bytes(),
                               .fragment_rows = w_.fc2_rows,
                               .k = w_.intermediate,
-                              .x = work_.h,
+                              .x = map_of(plan_.h_map),
                               .row_scale = work_.h_token_scale,
                               .up_alpha = w_.fc2_alpha,
                               .routes = work_.routes,
@@ -179,7 +186,13 @@ class Forward {
     return combine(args, overlapped_);
   }
 
+  const CUtensorMap& map_of(const CUtensorMap (&maps)[std::size(kGemmVariants)]) const {
+    const auto at = std::find(std::begin(kGemmVariants), std::end(kGemmVariants), how_.gemm);
+    return maps[at - std::begin(kGemmVariants)];
+  }
+
   const ForwardArgs& args_;
+  const HopperPlan& plan_;
   const MoeProblem& problem_;
   const FragmentWeights& w_;
   const HopperWorkspace& work_;
@@ -208,13 +221,17 @@ Result<std::unique_ptr<BackendPlan>> make_plan(const MoeProblem& problem,
       cudaDeviceGetAttribute(&plan->num_blocks, cudaDevAttrMultiProcessorCount, plan->device.index),
       "cudaDevAttrMultiProcessorCount"));
   HX_RETURN_IF_ERROR(check(configure_route(), "route"));
-  for (const GemmVariant* variant : {&gemm_width8,
-                                     &gemm_width16,
-                                     &gemm_width32,
-                                     &gemm_width64,
-                                     &gemm_width128,
-                                     &gemm_width256}) {
-    HX_RETURN_IF_ERROR(check(variant->configure(), "grouped_gemm"));
+  const int64_t slots = problem.max_tokens * problem.top_k;
+  for (size_t i = 0; i < std::size(kGemmVariants) && slots > 0; ++i) {
+    const GemmVariant& variant = *kGemmVariants[i];
+    HX_RETURN_IF_ERROR(check(variant.configure(), "grouped_gemm"));
+    const HopperWorkspace& work = plan->workspace;
+    if (operand_map(plan->x_map[i], work.x, slots, plan->weights.hidden, variant.box_rows) !=
+            CUDA_SUCCESS ||
+        operand_map(plan->h_map[i], work.h, slots, plan->weights.intermediate, variant.box_rows) !=
+            CUDA_SUCCESS) {
+      return Status(ErrorCode::kDeviceError, "cuTensorMapEncodeTiled: refused by the driver");
+    }
   }
   return std::unique_ptr<BackendPlan>(std::move(plan));
 }

@@ -7,6 +7,8 @@
 // expand the weights and multiply.
 #pragma once
 
+#include <cuda.h>
+
 #include <cstdint>
 
 #include "cuda/launch_options.hpp"
@@ -28,11 +30,8 @@ struct GroupedGemm {
   int64_t fragment_rows = 0;  // multiple of 128
   int64_t k = 0;              // multiple of 64
 
-  const uint16_t* x = nullptr;  // [rows, k] fp16
-  // Row of x and of row_scale that a permuted row reads: permuted_to_expanded / top_k, or itself.
-  const int32_t* permuted_to_expanded = nullptr;
-  int32_t top_k = 1;
-  const float* row_scale = nullptr;
+  CUtensorMap x;                      // [permuted rows, k] fp16, of operand_map()
+  const float* row_scale = nullptr;   // [permuted rows]
   const float* up_alpha = nullptr;    // [experts]
   const float* gate_alpha = nullptr;  // [experts]
 
@@ -45,10 +44,14 @@ struct GroupedGemm {
   bool prefetch_weights = false;  // the routes are known before the predecessor has finished
 };
 
+// Describes rows of FP16 values to the copy engine: `box_rows` rows of 64 values, swizzled.
+CUresult operand_map(CUtensorMap& map, const uint16_t* data, int64_t rows, int64_t k, int box_rows);
+
 // The kernels for tiles of at most `max_width` tokens: narrower tiles leave room for more stages.
 struct GemmVariant {
   int max_width = 0;
   int64_t stage_k = 0;         // K elements of a pipeline stage; K is split at multiples of it
+  int box_rows = 0;            // tokens that are copied at once
   cudaError_t (*configure)();  // once per device, before the first launch
   // `num_blocks`: one a multiprocessor.
   cudaError_t (*launch)(const GroupedGemm& args,

@@ -16,7 +16,7 @@ namespace hexpert::cuda::gemm {
 namespace fragments = layout::sm90_fragments;
 
 constexpr int kConsumerThreads = 256;  // two warpgroups, 64 weight rows each
-constexpr int kProducerThreads = 128;
+constexpr int kProducerThreads = 128;  // one thread copies, one warp announces the items
 constexpr int kThreads = kConsumerThreads + kProducerThreads;
 constexpr int kConsumerWarps = kConsumerThreads / 32;
 constexpr int kSharedBytes = 227 * 1024;
@@ -25,44 +25,77 @@ constexpr int kSpan = static_cast<int>(fragments::kSpan);
 // The operands are E2M1 * 2^-14 * E4M3; this takes the power of two back.
 constexpr float kUnscale = 16384.0F;
 
-// Tile widths (tokens) that are compiled, up to the widest of a kernel.
-constexpr int kTileWidths[] = {8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256};
+// Tile widths (tokens) that are compiled, up to the widest of a kernel. With more than eight branches
+// the assembler gives up overlapping wgmma with other work (it says so: C7512).
+template <int kMaxWidth>
+inline constexpr int kTileWidths[6] = {8, 16, 24, 32, 48, 64};
+template <>
+inline constexpr int kTileWidths<128>[6] = {16, 32, 48, 64, 96, 128};
+template <>
+inline constexpr int kTileWidths<256>[8] = {32, 64, 96, 128, 160, 192, 224, 256};
 
 template <int kMaxWidth>
 struct Shape {
   static constexpr int kSpans = kMaxWidth <= 64 ? 4 : 2;  // 64-k records of a stage
   static constexpr int kXBytes = kMaxWidth * 128;         // tokens of one span
   static constexpr int kStageBytes = kSpans * (kXBytes + kRecordBytes);
-  static constexpr int kRowBytes = 2 * kMaxWidth * (4 + 4);
-  static constexpr int kBarrierBytes = 512;
+  static constexpr int kBoxRows = kMaxWidth <= 16 ? 8 : kMaxWidth <= 32 ? 16 : 32;
+  // Steps of 16 k that are expanded while those before them are multiplied. Wide tiles have no
+  // registers for more than two.
+  static constexpr int kSteps = kMaxWidth <= 128 ? 4 : 2;
+  static constexpr int kItems = kMaxWidth <= 128 ? 4 : 2;  // that the producers are ahead
+  static constexpr int kItemBytes = kItems * (kMaxWidth * 4 + 32);
+  static constexpr int kBarrierBytes = 256;
   static constexpr int kAlignment = 1024;
   static constexpr int kStages =
-      (kSharedBytes - kAlignment - kRowBytes - kBarrierBytes) / kStageBytes;
+      (kSharedBytes - kAlignment - kItemBytes - kBarrierBytes) / kStageBytes;
   static_assert(kStageBytes % kAlignment == 0 && kStages >= 3);
-  static_assert((2 * kStages + 4) * 8 <= kBarrierBytes);
+  static_assert((2 * kStages + 2 * kItems) * 8 <= kBarrierBytes);
 };
+
+// A unit of work: a row tile times 128 weight rows over a part of K.
+struct Item {
+  RowTile tile;
+  int row_block;  // of 128 weight rows
+  int split;
+  int first_span;
+  int end_span;
+};
+
+// What the consumers need of an item, in shared memory.
+struct alignas(16) ConsumerItem {
+  int rows;
+  int first_row;
+  int row_block;
+  int split;
+  int first_span;
+  int end_span;
+  float up_alpha;
+  float gate_alpha;
+};
+static_assert(sizeof(ConsumerItem) == 32);
 
 // Shared memory, carved up.
 template <int kMaxWidth>
 struct Shared {
   using S = Shape<kMaxWidth>;
-  uint8_t* stages;         // [kStages][x of each span, then the records]
-  float* row_scale;        // [2][kMaxWidth], alternating with the tiles
-  uint32_t* row_chunks;    // [2][kMaxWidth] where a row of x starts, in 16 bytes; producer only
-  uint64_t* full;          // [kStages]
-  uint64_t* empty;         // [kStages]
-  uint64_t* scales_full;   // [2]
-  uint64_t* scales_empty;  // [2]
+  uint8_t* stages;       // [kStages][x of each span, then the records]
+  ConsumerItem* items;   // [kItems]
+  float* row_scale;      // [kItems][kMaxWidth]
+  uint64_t* full;        // [kStages]
+  uint64_t* empty;       // [kStages]
+  uint64_t* item_full;   // [kItems]
+  uint64_t* item_empty;  // [kItems]
 
   __device__ explicit Shared(uint8_t* raw) {
     const auto address = reinterpret_cast<uintptr_t>(raw);
     stages = raw + ((S::kAlignment - address % S::kAlignment) % S::kAlignment);
-    row_scale = reinterpret_cast<float*>(stages + S::kStages * S::kStageBytes);
-    row_chunks = reinterpret_cast<uint32_t*>(row_scale + 2 * kMaxWidth);
-    full = reinterpret_cast<uint64_t*>(row_chunks + 2 * kMaxWidth);
+    items = reinterpret_cast<ConsumerItem*>(stages + S::kStages * S::kStageBytes);
+    row_scale = reinterpret_cast<float*>(items + S::kItems);
+    full = reinterpret_cast<uint64_t*>(row_scale + S::kItems * kMaxWidth);
     empty = full + S::kStages;
-    scales_full = empty + S::kStages;
-    scales_empty = scales_full + 2;
+    item_full = empty + S::kStages;
+    item_empty = item_full + S::kItems;
   }
   __device__ uint8_t* x(int stage, int span) const {
     return stages + stage * S::kStageBytes + span * S::kXBytes;
@@ -85,115 +118,130 @@ struct Ring {
   }
 };
 
-// A unit of work: a row tile times 128 weight rows over a part of K.
-struct Item {
-  RowTile tile;
-  int row_block;  // of 128 weight rows
-  int split;
-  int first_span;
-  int end_span;
+// The items of this block, one after the other. Row tiles are outermost, so that blocks that run
+// together read few experts. The tile of the next item is fetched early.
+template <int kSpans>
+class ItemLoop {
+ public:
+  __device__ explicit ItemLoop(const GroupedGemm& args)
+      : args_(args),
+        per_tile_(static_cast<int>(args.fragment_rows / fragments::kTileRows) * args.splits),
+        items_(*args.routes.num_tiles * per_tile_),
+        index_(static_cast<int>(blockIdx.x)) {
+    fetch();
+  }
+  __device__ bool done() const { return index_ >= items_; }
+  __device__ void advance() { index_ += static_cast<int>(gridDim.x); }
+  // Of the present item, once.
+  __device__ Item take() {
+    const int spans = static_cast<int>(args_.k) / kSpan;
+    const int stages = (spans + kSpans - 1) / kSpans;
+    const int per_split = (stages + args_.splits - 1) / args_.splits * kSpans;
+    const int rest = index_ % per_tile_;
+    Item item;
+    item.tile = next_;
+    item.row_block = rest / args_.splits;
+    item.split = rest % args_.splits;
+    item.first_span = item.split * per_split;
+    item.end_span = min(spans, item.first_span + per_split);
+    advance();
+    fetch();
+    return item;
+  }
+
+ private:
+  __device__ void fetch() {
+    if (!done()) next_ = args_.routes.tiles[index_ / per_tile_];
+  }
+
+  const GroupedGemm& args_;
+  int per_tile_;
+  int items_;
+  int index_;  // of next_
+  RowTile next_ = {};
 };
 
-// Row tiles outermost: blocks that run together read few experts.
-template <int kSpans>
-__device__ __forceinline__ Item item_at(const GroupedGemm& args, int index) {
-  const int row_blocks = static_cast<int>(args.fragment_rows / fragments::kTileRows);
-  const int per_tile = row_blocks * args.splits;
-  const int rest = index % per_tile;
-  Item item;
-  item.tile = args.routes.tiles[index / per_tile];
-  item.row_block = rest / args.splits;
-  item.split = rest % args.splits;
-  const int spans = static_cast<int>(args.k) / kSpan;
-  const int stages = (spans + kSpans - 1) / kSpans;
-  const int per_split = (stages + args.splits - 1) / args.splits * kSpans;
-  item.first_span = item.split * per_split;
-  item.end_span = min(spans, item.first_span + per_split);
-  return item;
-}
+// --- producers ---
 
 const __device__ __forceinline__ uint8_t* records_of(const GroupedGemm& args, const Item& item) {
   return args.weights + item.tile.expert * args.expert_bytes +
          (int64_t{item.row_block} * (args.k / kSpan) + item.first_span) * kRecordBytes;
 }
 
-__device__ __forceinline__ int num_items(const GroupedGemm& args) {
-  return *args.routes.num_tiles * static_cast<int>(args.fragment_rows / fragments::kTileRows) *
-         args.splits;
-}
-
-// --- producer ---
-
-// Looks up the rows of a tile, one thread a row.
+// One thread copies weights and tokens of all items.
 template <int kMaxWidth>
-__device__ __forceinline__ void find_rows(const GroupedGemm& args,
-                                          const RowTile& tile,
-                                          int thread,
-                                          uint32_t* row_chunks,
-                                          float* row_scale) {
-  for (int i = thread; i < tile.rows; i += kProducerThreads) {
-    int row = tile.first_row + i;
-    if (args.permuted_to_expanded != nullptr) {
-      row = args.permuted_to_expanded[row] / args.top_k;
+__device__ __forceinline__ void copy_stages(const GroupedGemm& args,
+                                            const Shared<kMaxWidth>& shared) {
+  using S = Shape<kMaxWidth>;
+  constexpr int kBoxBytes = S::kBoxRows * 128;
+  Ring<S::kStages> stage;
+  for (ItemLoop<S::kSpans> loop(args); !loop.done();) {
+    const Item item = loop.take();
+    const uint8_t* records = records_of(args, item);
+    // The last box may hold rows of other experts, or zeros: they only reach columns nobody reads.
+    const int boxes = (item.tile.rows + S::kBoxRows - 1) / S::kBoxRows;
+    for (int span = item.first_span; span < item.end_span; span += S::kSpans) {
+      const int spans = min(S::kSpans, item.end_span - span);
+      uint64_t* full = shared.full + stage.index;
+      ptx::mbarrier_wait(shared.empty + stage.index, stage.parity ^ 1);
+      ptx::mbarrier_arrive_expect(full, spans * (kRecordBytes + boxes * kBoxBytes));
+      ptx::bulk_copy(shared.record(stage.index, 0), records, spans * kRecordBytes, full);
+      records += spans * kRecordBytes;
+      for (int s = 0; s < spans; ++s) {
+        uint8_t* x = shared.x(stage.index, s);
+        for (int box = 0; box < boxes; ++box) {
+          ptx::tensor_copy(x + box * kBoxBytes,
+                           &args.x,
+                           (span + s) * kSpan,
+                           item.tile.first_row + box * S::kBoxRows,
+                           full);
+        }
+      }
+      stage.advance();
     }
-    row_chunks[i] = static_cast<uint32_t>(row) * static_cast<uint32_t>(args.k / 8);
-    if (args.row_scale != nullptr) row_scale[i] = args.row_scale[row];
   }
 }
 
+// Brings the weights of this block's first items into the L2 cache while the predecessor runs.
 template <int kMaxWidth>
-__device__ __forceinline__ void produce(const GroupedGemm& args, const Shared<kMaxWidth>& shared) {
+__device__ __forceinline__ void prefetch_first_items(const GroupedGemm& args) {
   using S = Shape<kMaxWidth>;
-  constexpr int kRowsAtOnce = kProducerThreads / 8;  // a thread copies one 16-byte chunk of a row
-  constexpr int kMaxRows = (kMaxWidth + kRowsAtOnce - 1) / kRowsAtOnce;
-  static_assert(kRowsAtOnce % 8 == 0);  // the swizzle is the same for all rows of a thread
-  const int thread = static_cast<int>(threadIdx.x) - kConsumerThreads;
-  const int first_row = thread / 8;
-  const uint32_t swizzled = ptx::swizzled(first_row, thread % 8);
-  const uint4* x = reinterpret_cast<const uint4*>(args.x) + thread % 8;
+  int budget = S::kStages * S::kSpans * kRecordBytes;
+  for (ItemLoop<S::kSpans> loop(args); !loop.done() && budget > 0;) {
+    const Item item = loop.take();
+    const int bytes = min(budget, (item.end_span - item.first_span) * kRecordBytes);
+    ptx::prefetch_to_l2(records_of(args, item), bytes);
+    budget -= bytes;
+  }
+}
 
-  Ring<S::kStages> stage;
-  Ring<2> tile;
-  const int items = num_items(args);
-  for (int index = static_cast<int>(blockIdx.x); index < items;
-       index += static_cast<int>(gridDim.x)) {
-    const Item item = item_at<S::kSpans>(args, index);
-    ptx::mbarrier_wait(shared.scales_empty + tile.index, tile.parity ^ 1);
-    uint32_t* row_chunks = shared.row_chunks + tile.index * kMaxWidth;
-    find_rows<kMaxWidth>(
-        args, item.tile, thread, row_chunks, shared.row_scale + tile.index * kMaxWidth);
-    ptx::mbarrier_arrive(shared.scales_full + tile.index);
-    ptx::barrier<1, kProducerThreads>();
-    tile.advance();
-
-    const uint8_t* records = records_of(args, item);
-    for (int span = item.first_span; span < item.end_span; span += S::kSpans) {
-      const int spans = min(S::kSpans, item.end_span - span);
-      ptx::mbarrier_wait(shared.empty + stage.index, stage.parity ^ 1);
-      if (thread == 0) {
-        ptx::mbarrier_arrive_expect(shared.full + stage.index, spans * kRecordBytes);
-        ptx::bulk_copy(shared.record(stage.index, 0),
-                       records,
-                       spans * kRecordBytes,
-                       shared.full + stage.index);
-        records += spans * kRecordBytes;
-      }
-      // Rows past the tile are not copied: what lies there only reaches columns that nobody reads.
-#pragma unroll
-      for (int i = 0; i < kMaxRows; ++i) {
-        const int row = first_row + i * kRowsAtOnce;
-        if (row >= item.tile.rows) break;
-        const uint4* from = x + row_chunks[row] + int64_t{span} * (kSpan / 8);
-        const uint32_t to =
-            ptx::shared_address(shared.x(stage.index, 0)) + swizzled + i * kRowsAtOnce * 128;
-#pragma unroll
-        for (int s = 0; s < S::kSpans; ++s) {
-          if (s < spans) ptx::copy16(to + s * S::kXBytes, from + s * (kSpan / 8));
-        }
-      }
-      ptx::arrive_after_copies(shared.full + stage.index);
-      stage.advance();
+// A warp gives the consumers what they need beside the operands.
+template <int kMaxWidth>
+__device__ __forceinline__ void announce_items(const GroupedGemm& args,
+                                               const Shared<kMaxWidth>& shared,
+                                               int lane) {
+  using S = Shape<kMaxWidth>;
+  Ring<S::kItems> slot;
+  for (ItemLoop<S::kSpans> loop(args); !loop.done();) {
+    const Item item = loop.take();
+    ptx::mbarrier_wait(shared.item_empty + slot.index, slot.parity ^ 1);
+    for (int i = lane; args.row_scale != nullptr && i < item.tile.rows; i += 32)
+      shared.row_scale[slot.index * kMaxWidth + i] = args.row_scale[item.tile.first_row + i];
+    if (lane == 0) {
+      const auto alpha = [&](const float* of) {
+        return of == nullptr ? 0.0F : of[item.tile.expert];
+      };
+      shared.items[slot.index] = {item.tile.rows,
+                                  item.tile.first_row,
+                                  item.row_block,
+                                  item.split,
+                                  item.first_span,
+                                  item.end_span,
+                                  alpha(args.up_alpha),
+                                  alpha(args.gate_alpha)};
     }
+    ptx::mbarrier_arrive(shared.item_full + slot.index);
+    slot.advance();
   }
 }
 
@@ -227,39 +275,43 @@ __device__ __forceinline__ void expand(uint32_t word, uint32_t scale_pair, uint3
   a[3] = times(ptx::and_or(word << 2, 0x80008000U, (word << 9) & 0x0E000E00U), lower);
 }
 
-__device__ __forceinline__ void expand(const Packed& packed, uint32_t (&a)[4][4]) {
-  expand(packed.words.x, packed.scales.x & 0xFFFFU, a[0]);
-  expand(packed.words.y, packed.scales.x >> 16, a[1]);
-  expand(packed.words.z, packed.scales.y & 0xFFFFU, a[2]);
-  expand(packed.words.w, packed.scales.y >> 16, a[3]);
+// Steps kFirst .. kFirst + kSteps - 1 of the four 16-k steps of a span.
+template <int kFirst, int kSteps>
+__device__ __forceinline__ void expand(const Packed& packed, uint32_t (&a)[kSteps][4]) {
+  const uint32_t words[4] = {packed.words.x, packed.words.y, packed.words.z, packed.words.w};
+  const uint32_t scales[4] = {packed.scales.x & 0xFFFFU,
+                              packed.scales.x >> 16,
+                              packed.scales.y & 0xFFFFU,
+                              packed.scales.y >> 16};
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i)
+    expand(words[kFirst + i], scales[kFirst + i], a[i]);
 }
 
-template <int kWidth>
+template <int kWidth, int kFirst, int kSteps>
 __device__ __forceinline__ void multiply(float (&sums)[kWidth / 2],
-                                         const uint32_t (&a)[4][4],
+                                         const uint32_t (&a)[kSteps][4],
                                          const uint8_t* x) {
   const uint64_t b = ptx::operand_descriptor(ptx::shared_address(x));
   ptx::wgmma_fence();
 #pragma unroll
-  for (int kk = 0; kk < 4; ++kk)
-    Wgmma<kWidth>::multiply(sums, a[kk], b + 2 * kk);
+  for (int i = 0; i < kSteps; ++i)
+    Wgmma<kWidth>::multiply(sums, a[i], b + 2 * (kFirst + i));
   ptx::wgmma_commit();
 }
 
 // Sums over the spans of an item.
 template <int kWidth, int kMaxWidth>
 __device__ __forceinline__ void accumulate(const Shared<kMaxWidth>& shared,
-                                           const Item& item,
+                                           const ConsumerItem& item,
                                            Ring<Shape<kMaxWidth>::kStages>& stage,
                                            float (&sums)[kWidth / 2]) {
   using S = Shape<kMaxWidth>;
+  constexpr int kSteps = S::kSteps;
   const int thread = ptx::thread_index();
   const int slab = thread / 32;
   const int lane = thread % 32;
-  // Operands of the span being multiplied and of the one being expanded. The kernel with the widest
-  // tiles has registers for one only: there one warpgroup expands while the other multiplies.
-  constexpr int kOperands = kMaxWidth > 128 ? 1 : 2;
-  uint32_t a[kOperands][4][4];
+  uint32_t a[2][kSteps][4];
   int previous = -1;
   const auto release = [&](int index) {
     if (index >= 0 && lane == 0) ptx::mbarrier_arrive(shared.empty + index);
@@ -271,29 +323,44 @@ __device__ __forceinline__ void accumulate(const Shared<kMaxWidth>& shared,
   int span = item.first_span;
   for (; span + S::kSpans <= item.end_span; span += S::kSpans) {
     ptx::mbarrier_wait(shared.full + stage.index, stage.parity);
-    ptx::fence_async_proxy();
     Packed packed[S::kSpans];
 #pragma unroll
     for (int s = 0; s < S::kSpans; ++s)
       packed[s] = load_packed(shared.record(stage.index, s), slab, lane);
 #pragma unroll
     for (int s = 0; s < S::kSpans; ++s) {
-      expand(packed[s], a[s % kOperands]);
-      multiply<kWidth>(sums, a[s % kOperands], shared.x(stage.index, s));
-      ptx::wgmma_wait<kOperands - 1>();
-      if (s == 0) release(previous);
+      const uint8_t* x = shared.x(stage.index, s);
+      if constexpr (kSteps == 4) {
+        expand<0>(packed[s], a[s % 2]);
+        multiply<kWidth, 0>(sums, a[s % 2], x);
+        ptx::wgmma_wait<1>();
+        if (s == 0) release(previous);
+      } else {
+        expand<0>(packed[s], a[0]);
+        multiply<kWidth, 0>(sums, a[0], x);
+        ptx::wgmma_wait<1>();
+        if (s == 0) release(previous);
+        expand<2>(packed[s], a[1]);
+        multiply<kWidth, 2>(sums, a[1], x);
+        ptx::wgmma_wait<1>();
+      }
     }
     previous = stage.index;
     stage.advance();
   }
   if (span < item.end_span) {  // a stage that is not full
     ptx::mbarrier_wait(shared.full + stage.index, stage.parity);
-    ptx::fence_async_proxy();
     ptx::wgmma_wait<0>();
     release(previous);
     for (int s = 0; span + s < item.end_span; ++s) {
-      expand(load_packed(shared.record(stage.index, s), slab, lane), a[0]);
-      multiply<kWidth>(sums, a[0], shared.x(stage.index, s));
+      const Packed packed = load_packed(shared.record(stage.index, s), slab, lane);
+      const uint8_t* x = shared.x(stage.index, s);
+      expand<0>(packed, a[0]);
+      multiply<kWidth, 0>(sums, a[0], x);
+      if constexpr (kSteps == 2) {
+        expand<2>(packed, a[1]);
+        multiply<kWidth, 2>(sums, a[1], x);
+      }
       ptx::wgmma_wait<0>();
     }
     previous = stage.index;
@@ -311,7 +378,7 @@ __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
 // Scales, activates and stores the sums of a tile. A warp has 16 weight rows and all tokens.
 template <Epilogue kEpilogue, int kWidth>
 __device__ __forceinline__ void store(const GroupedGemm& args,
-                                      const Item& item,
+                                      const ConsumerItem& item,
                                       const float* row_scale,
                                       float (&sums)[kWidth / 2]) {
   const int thread = ptx::thread_index();
@@ -321,14 +388,14 @@ __device__ __forceinline__ void store(const GroupedGemm& args,
 
   if constexpr (kEpilogue == Epilogue::kPartial) {
     float* out = static_cast<float*>(args.out) +
-                 (item.split * args.max_routes + item.tile.first_row) * args.fragment_rows +
+                 (item.split * args.max_routes + item.first_row) * args.fragment_rows +
                  first_fragment + lane / 4;
 #pragma unroll
     for (int j = 0; j < kWidth / 8; ++j) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int token = 8 * j + lane % 4 * 2 + i;
-        if (token < item.tile.rows) {
+        if (token < item.rows) {
           out[token * args.fragment_rows] = __fmul_rn(sums[4 * j + i], kUnscale);
           out[token * args.fragment_rows + 8] = __fmul_rn(sums[4 * j + 2 + i], kUnscale);
         }
@@ -338,11 +405,9 @@ __device__ __forceinline__ void store(const GroupedGemm& args,
     constexpr bool kGated = kEpilogue == Epilogue::kSwiGlu;
     const int64_t first_feature = kGated ? first_fragment / 2 : first_fragment;
     if (first_feature >= args.out_cols) return;
-    const float up_alpha = args.up_alpha[item.tile.expert];
-    const float gate_alpha = kGated ? args.gate_alpha[item.tile.expert] : 0;
     // After the transposition a thread has token 8 j + lane / 4 and neighbouring features.
     uint16_t* out = static_cast<uint16_t*>(args.out) +
-                    int64_t{item.tile.first_row + lane / 4} * args.out_cols + first_feature +
+                    int64_t{item.first_row + lane / 4} * args.out_cols + first_feature +
                     lane % 4 * (kGated ? 2 : 4);
 #pragma unroll
     for (int j = 0; j < kWidth / 8; ++j, out += 8 * args.out_cols) {
@@ -351,11 +416,11 @@ __device__ __forceinline__ void store(const GroupedGemm& args,
       float lower[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const float scale = __fmul_rn(up_alpha, i == 0 ? t.x : t.y);
+        const float scale = __fmul_rn(item.up_alpha, i == 0 ? t.x : t.y);
         upper[i] = __fmul_rn(__fmul_rn(sums[4 * j + i], kUnscale), scale);
         lower[i] = __fmul_rn(sums[4 * j + 2 + i], kUnscale);
         if constexpr (kGated) {
-          lower[i] = __fmul_rn(lower[i], __fmul_rn(gate_alpha, i == 0 ? t.x : t.y));
+          lower[i] = __fmul_rn(lower[i], __fmul_rn(item.gate_alpha, i == 0 ? t.x : t.y));
           upper[i] = swiglu(lower[i], upper[i]);
         } else {
           lower[i] = __fmul_rn(lower[i], scale);
@@ -366,7 +431,7 @@ __device__ __forceinline__ void store(const GroupedGemm& args,
         }
       }
       const uint32_t first = ptx::transpose8x8(pack_bf16(upper[0], upper[1]));
-      const bool valid = 8 * j + lane / 4 < item.tile.rows;
+      const bool valid = 8 * j + lane / 4 < item.rows;
       if constexpr (kGated) {
         if (valid) *reinterpret_cast<uint32_t*>(out) = first;
       } else {
@@ -380,23 +445,19 @@ __device__ __forceinline__ void store(const GroupedGemm& args,
 // Of the compiled widths from index kAt on, the first that the tile fits. Comparisons one by one: an
 // indirect branch would keep the assembler from overlapping wgmma with other work.
 template <Epilogue kEpilogue, int kMaxWidth, int kAt = 0>
-__device__ __forceinline__ void run_tile_of_width(const GroupedGemm& args,
-                                                  const Shared<kMaxWidth>& shared,
-                                                  const Item& item,
-                                                  Ring<Shape<kMaxWidth>::kStages>& stage,
-                                                  const float* row_scale,
-                                                  uint64_t* scales_full,
-                                                  uint32_t parity) {
-  constexpr int kWidth = kTileWidths[kAt];
+__device__ __forceinline__ void run_item(const GroupedGemm& args,
+                                         const Shared<kMaxWidth>& shared,
+                                         const ConsumerItem& item,
+                                         const float* row_scale,
+                                         Ring<Shape<kMaxWidth>::kStages>& stage) {
+  constexpr int kWidth = kTileWidths<kMaxWidth>[kAt];
   if constexpr (kWidth < kMaxWidth) {
-    if (item.tile.rows > kWidth) {
-      return run_tile_of_width<kEpilogue, kMaxWidth, kAt + 1>(
-          args, shared, item, stage, row_scale, scales_full, parity);
+    if (item.rows > kWidth) {
+      return run_item<kEpilogue, kMaxWidth, kAt + 1>(args, shared, item, row_scale, stage);
     }
   }
   float sums[kWidth / 2];
   accumulate<kWidth, kMaxWidth>(shared, item, stage, sums);
-  ptx::mbarrier_wait(scales_full, parity);
   store<kEpilogue, kWidth>(args, item, row_scale, sums);
 }
 
@@ -404,50 +465,32 @@ template <Epilogue kEpilogue, int kMaxWidth>
 __device__ __forceinline__ void consume(const GroupedGemm& args, const Shared<kMaxWidth>& shared) {
   using S = Shape<kMaxWidth>;
   Ring<S::kStages> stage;
-  Ring<2> tile;
-  const int items = num_items(args);
-  for (int index = static_cast<int>(blockIdx.x); index < items;
-       index += static_cast<int>(gridDim.x)) {
-    const Item item = item_at<S::kSpans>(args, index);
-    const float* row_scale = shared.row_scale + tile.index * kMaxWidth;
-    uint64_t* scales_full = shared.scales_full + tile.index;
-    run_tile_of_width<kEpilogue, kMaxWidth>(
-        args, shared, item, stage, row_scale, scales_full, tile.parity);
+  Ring<S::kItems> slot;
+  for (ItemLoop<S::kSpans> loop(args); !loop.done(); loop.advance()) {
+    ptx::mbarrier_wait(shared.item_full + slot.index, slot.parity);
+    const ConsumerItem item = shared.items[slot.index];
+    run_item<kEpilogue, kMaxWidth>(
+        args, shared, item, shared.row_scale + slot.index * kMaxWidth, stage);
     __syncwarp();
-    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(shared.scales_empty + tile.index);
-    tile.advance();
-  }
-}
-
-// Brings the weights of this block's first items into the L2 cache while the predecessor runs.
-template <int kMaxWidth>
-__device__ __forceinline__ void prefetch_first_items(const GroupedGemm& args) {
-  using S = Shape<kMaxWidth>;
-  int budget = S::kStages * S::kSpans * kRecordBytes;
-  const int items = num_items(args);
-  for (int index = static_cast<int>(blockIdx.x); index < items && budget > 0;
-       index += static_cast<int>(gridDim.x)) {
-    const Item item = item_at<S::kSpans>(args, index);
-    const int bytes = min(budget, (item.end_span - item.first_span) * kRecordBytes);
-    ptx::prefetch_to_l2(records_of(args, item), bytes);
-    budget -= bytes;
+    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(shared.item_empty + slot.index);
+    slot.advance();
   }
 }
 
 template <Epilogue kEpilogue, int kMaxWidth>
-__global__ void __launch_bounds__(kThreads, 1) grouped_gemm_kernel(const GroupedGemm args) {
+__global__ void __launch_bounds__(kThreads, 1)
+    grouped_gemm_kernel(const __grid_constant__ GroupedGemm args) {
   using S = Shape<kMaxWidth>;
   extern __shared__ uint8_t raw[];
   const Shared<kMaxWidth> shared(raw);
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::kStages; ++i) {
-      // Of the weights one arrival, of the tokens one of every producer thread.
-      ptx::mbarrier_init(shared.full + i, 1 + kProducerThreads);
+      ptx::mbarrier_init(shared.full + i, 1);
       ptx::mbarrier_init(shared.empty + i, kConsumerWarps);
     }
-    for (int i = 0; i < 2; ++i) {
-      ptx::mbarrier_init(shared.scales_full + i, kProducerThreads);
-      ptx::mbarrier_init(shared.scales_empty + i, kConsumerWarps);
+    for (int i = 0; i < S::kItems; ++i) {
+      ptx::mbarrier_init(shared.item_full + i, 32);
+      ptx::mbarrier_init(shared.item_empty + i, kConsumerWarps);
     }
     ptx::fence_mbarrier_init();
   }
@@ -458,10 +501,15 @@ __global__ void __launch_bounds__(kThreads, 1) grouped_gemm_kernel(const Grouped
   }
   ptx::wait_for_predecessor();
   if (threadIdx.x >= kConsumerThreads) {
-    ptx::give_registers<24>();
-    produce<kMaxWidth>(args, shared);
+    ptx::give_registers<40>();
+    const int thread = static_cast<int>(threadIdx.x) - kConsumerThreads;
+    if (thread == 0) {
+      copy_stages<kMaxWidth>(args, shared);
+    } else if (thread / 32 == 1) {
+      announce_items<kMaxWidth>(args, shared, thread % 32);
+    }
   } else {
-    ptx::take_registers<240>();
+    ptx::take_registers<232>();
     consume<kEpilogue, kMaxWidth>(args, shared);
   }
 }
@@ -488,6 +536,7 @@ GemmVariant variant() {
   GemmVariant v;
   v.max_width = kMaxWidth;
   v.stage_k = Shape<kMaxWidth>::kSpans * kSpan;
+  v.box_rows = Shape<kMaxWidth>::kBoxRows;
   v.configure = [] {
     for (Epilogue epilogue :
          {Epilogue::kSquaredRelu, Epilogue::kSwiGlu, Epilogue::kScale, Epilogue::kPartial}) {

@@ -10,9 +10,6 @@ namespace {
 
 namespace fragments = layout::sm90_fragments;
 
-constexpr const GemmVariant* kVariants[] = {
-    &gemm_width8, &gemm_width16, &gemm_width32, &gemm_width64, &gemm_width128, &gemm_width256};
-
 // K is split for the benefit of batches that leave multiprocessors idle. Beyond this many routes
 // there is work for all, and the FP32 sums would cost more than they bring.
 constexpr int64_t kMaxSplitRoutes = 256;
@@ -28,10 +25,10 @@ constexpr double kSplitCost = 0.25;
 const GemmVariant& choose_variant(double tokens_per_expert, int64_t rows) {
   const double wanted =
       std::min(static_cast<double>(rows), tokens_per_expert + 3 * std::sqrt(tokens_per_expert));
-  for (const GemmVariant* variant : kVariants) {
+  for (const GemmVariant* variant : kGemmVariants) {
     if (wanted <= variant->max_width) return *variant;
   }
-  return *kVariants[std::size(kVariants) - 1];
+  return gemm_width256;
 }
 
 // The number of parts of K that takes the least time: rounds of all multiprocessors, times the
@@ -60,6 +57,9 @@ bool activated_by_gemm(const Activation& activation) {
 }
 
 }  // namespace
+
+const GemmVariant* const kGemmVariants[6] = {
+    &gemm_width8, &gemm_width16, &gemm_width32, &gemm_width64, &gemm_width128, &gemm_width256};
 
 ForwardPlan plan_forward(const MoeProblem& problem,
                          const FragmentWeights& sizes,
@@ -90,7 +90,8 @@ HopperWorkspace lay_out_workspace(const MoeProblem& problem,
   const int64_t split_slots = batch_invariant ? 0 : std::min(slots, kMaxSplitRoutes);
   int64_t fc1_sums = split_slots * kMaxSplits;  // rows of FP32
   if (!activated_by_gemm(problem.activation)) fc1_sums = std::max(fc1_sums, slots);
-  const int64_t result_bytes = std::max({fc1_sums * sizes.fc1_rows * 4,
+  const int64_t x_bytes = round_up(slots * sizes.hidden * 2, kWorkspaceAlignment);
+  const int64_t result_bytes = std::max({x_bytes + fc1_sums * sizes.fc1_rows * 4,
                                          split_slots * kMaxSplits * sizes.fc2_rows * 4,
                                          slots * sizes.fc2_rows * 2});
   Parts parts(base);
@@ -98,15 +99,16 @@ HopperWorkspace lay_out_workspace(const MoeProblem& problem,
   w.routes.num_tiles = parts.take<int32_t>(1);
   w.routes.num_routes = parts.take<int32_t>(1);
   w.routes.tiles = parts.take<RowTile>(
-      max_row_tiles(slots, sizes.shape.num_local_experts, kVariants[0]->max_width));
+      max_row_tiles(slots, sizes.shape.num_local_experts, kGemmVariants[0]->max_width));
   w.routes.route_expert = parts.take<int32_t>(slots);
-  w.routes.permuted_to_expanded = parts.take<int32_t>(slots);
   w.routes.expanded_to_permuted = parts.take<int32_t>(slots);
-  w.x = parts.take<uint16_t>(problem.max_tokens * sizes.hidden);
   w.x_token_scale = parts.take<float>(problem.max_tokens);
+  w.x_route_scale = parts.take<float>(slots);
   w.h = parts.take<uint16_t>(slots * sizes.intermediate);
   w.h_token_scale = parts.take<float>(slots);
   w.results = parts.take<std::byte>(result_bytes);
+  w.x = reinterpret_cast<uint16_t*>(w.results);
+  w.fc1_sums = reinterpret_cast<float*>(w.results + x_bytes);
   w.bytes = parts.used();
   return w;
 }

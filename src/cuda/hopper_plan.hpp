@@ -12,6 +12,9 @@
 
 namespace hexpert::cuda {
 
+// Every compiled width, ascending.
+extern const GemmVariant* const kGemmVariants[6];
+
 // What one forward does with `rows` tokens.
 struct ForwardPlan {
   const GemmVariant* gemm = nullptr;
@@ -30,12 +33,14 @@ ForwardPlan plan_forward(const MoeProblem& problem,
 // Intermediate results of a layer, in one allocation. Sized for max_tokens.
 struct HopperWorkspace {
   Routes routes;
-  uint16_t* x = nullptr;           // [max_tokens, hidden] fp16
   float* x_token_scale = nullptr;  // [max_tokens]
+  float* x_route_scale = nullptr;  // [routes] of the route's token
   uint16_t* h = nullptr;           // [routes, intermediate] bf16, then fp16
   float* h_token_scale = nullptr;  // [routes]
-  // FC1 sums until they are activated, then FC2 results: [routes, fc2_rows] bf16, or sums.
-  std::byte* results = nullptr;
+  // One region holds the operand and the sums of FC1, and after them what FC2 leaves.
+  uint16_t* x = nullptr;         // [routes, hidden] fp16
+  float* fc1_sums = nullptr;     // [fc1_splits, routes, fc1_rows]
+  std::byte* results = nullptr;  // [routes, fc2_rows] bf16, or [fc2_splits, routes, fc2_rows] f32
   int64_t bytes = 0;
 };
 

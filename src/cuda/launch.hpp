@@ -37,7 +37,12 @@ struct QuantizeTokens {
   uint8_t* codes = nullptr;         // [rows, padded_cols / 2]
   uint8_t* block_scales = nullptr;  // [rows, padded_cols / 16]
   float* token_scale = nullptr;     // [rows]
-  uint16_t* operand = nullptr;      // [rows, padded_cols] fp16, e2m1 * e4m3 exactly
+
+  // FP16 e2m1 * e4m3, exactly, for the GEMM: a copy of the row for each of its routes.
+  uint16_t* operand = nullptr;                    // [routes, padded_cols]
+  const int32_t* expanded_to_permuted = nullptr;  // [rows, top_k], -1: no route
+  int64_t top_k = 0;
+  float* route_scale = nullptr;  // [routes] token_scale of the route's token
 };
 cudaError_t quantize_tokens(const QuantizeTokens& args, cudaStream_t stream);
 cudaError_t quantize_tokens(const QuantizeTokens& args, const LaunchOptions& options);

@@ -10,6 +10,7 @@ struct LaunchOptions {
   // The kernel may start while its predecessor in the stream still runs; it waits by itself
   // (griddepcontrol.wait) before it reads results.
   bool overlap_predecessor = false;
+  int cluster_blocks = 1;  // blocks of a cluster
 };
 
 // Launches `kernel` with the attributes that `options` ask for.
@@ -20,16 +21,23 @@ cudaError_t launch(void (*kernel)(Parameters...),
                    size_t shared_bytes,
                    const LaunchOptions& options,
                    Arguments&&... arguments) {
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[2] = {};
+  unsigned count = 0;
+  if (options.overlap_predecessor) {
+    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (options.cluster_blocks > 1) {
+    attributes[count].id = cudaLaunchAttributeClusterDimension;
+    attributes[count++].val.clusterDim = {static_cast<unsigned>(options.cluster_blocks), 1, 1};
+  }
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = block;
   config.dynamicSmemBytes = shared_bytes;
   config.stream = options.stream;
-  config.attrs = &attribute;
-  config.numAttrs = options.overlap_predecessor ? 1 : 0;
+  config.attrs = attributes;
+  config.numAttrs = count;
   return cudaLaunchKernelEx(&config, kernel, static_cast<Arguments&&>(arguments)...);
 }
 

@@ -40,12 +40,6 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity
       : "memory");
 }
 
-// A barrier of some of the block's threads. Barrier 0 is __syncthreads.
-template <int kBarrier, int kThreads>
-__device__ __forceinline__ void barrier() {
-  asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
-}
-
 // --- copies from global to shared memory ---
 
 // `bytes` contiguous bytes, both ends aligned to 16.
@@ -64,18 +58,17 @@ __device__ __forceinline__ void bulk_copy(void* to,
 __device__ __forceinline__ void prefetch_to_l2(const void* from, int bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
-__device__ __forceinline__ void copy16(uint32_t to, const void* from) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from)
-               : "memory");
-}
-// Arrives once all earlier copy16 of this thread have landed; counts as one expected arrival.
-__device__ __forceinline__ void arrive_after_copies(uint64_t* barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier))
-               : "memory");
-}
-// Orders ordinary accesses of shared memory before later ones of the tensor cores.
-__device__ __forceinline__ void fence_async_proxy() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+// A box of a two-dimensional tensor, from element (x, y) on.
+__device__ __forceinline__ void tensor_copy(
+    void* to, const void* tensor_map, int x, int y, uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4}], [%2];" ::"r"(shared_address(to)),
+      "l"(tensor_map),
+      "r"(shared_address(barrier)),
+      "r"(x),
+      "r"(y)
+      : "memory");
 }
 
 // --- wgmma ---
@@ -98,11 +91,6 @@ __device__ __forceinline__ uint64_t operand_descriptor(uint32_t shared) {
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
   return ((shared & 0x3FFFF) >> 4) | kLeadingOffset | kStrideOffset | kSwizzle128;
 }
-// Byte of a 16-byte chunk in such an operand.
-__device__ __forceinline__ uint32_t swizzled(uint32_t row, uint32_t chunk) {
-  return row * 128 + ((chunk ^ (row & 7)) << 4);
-}
-
 // --- registers ---
 
 template <int kRegisters>

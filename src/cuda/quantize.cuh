@@ -27,15 +27,15 @@ __device__ __forceinline__ uint32_t amax_bits(const Block& x) {
 
 // Nearest E2M1 magnitude code of v, ties to even, saturating. v is not NaN.
 //
-// The codes are consecutive integers below 2 in steps of 0.5, below 4 in steps of 1, from there in
-// steps of 2: adding 2^22, 2^23 or 2^24 rounds to such a step and leaves the count of steps in the
-// low bits of the sum.
+// The codes are consecutive integers in steps of 0.5 below 2, of 1 below 4, of 2 from there on: half
+// of the power of two below v, and of 1 where v is less. Adding 2^22 times that power rounds v to
+// such a step and leaves the number of steps in the low bits of the sum.
 __device__ __forceinline__ uint32_t e2m1_magnitude(float v) {
+  constexpr uint32_t kOne = 0x4A800000U;  // 2^22 * 1
   const float a = fminf(fabsf(v), 6.0F);
-  const int step = (a >= 2.0F) + (a >= 4.0F);
-  const uint32_t magic = 0x4A800000U + (static_cast<uint32_t>(step) << 23);
+  const uint32_t magic = max((__float_as_uint(a) & 0x7F800000U) + (22U << 23), kOne);
   const float sum = __fadd_rn(a, __uint_as_float(magic));
-  return __float_as_uint(sum) - magic + 2 * static_cast<uint32_t>(step);
+  return __float_as_uint(sum) - magic + ((magic - kOne) >> 22);
 }
 
 struct QuantizedBlock {

@@ -16,6 +16,10 @@ struct QuantizedRows {
   uint8_t* block_scales = nullptr;  // [rows, cols / 16]
   float* token_scale = nullptr;     // [rows]
   uint16_t* operand = nullptr;      // [rows, cols] fp16
+  // Instead of its own row of `operand`, a row fills these, where not negative: [rows, num_copies].
+  const int32_t* copies = nullptr;
+  int num_copies = 0;
+  float* copy_scale = nullptr;  // the token scale of each row of `operand`
 };
 
 __device__ __forceinline__ void store_block(const QuantizedRows& out,
@@ -27,18 +31,34 @@ __device__ __forceinline__ void store_block(const QuantizedRows& out,
     *reinterpret_cast<uint2*>(out.codes + 8 * at) = {q.low_codes, q.high_codes};
   }
   if (out.block_scales != nullptr) out.block_scales[at] = q.scale;
-  if (out.operand != nullptr) {
-    auto* to = reinterpret_cast<uint4*>(out.operand + 16 * at);
-    to[0] = expand_codes(q.low_codes, q.scale);
-    to[1] = expand_codes(q.high_codes, q.scale);
+  if (out.operand == nullptr) return;
+  const uint4 low = expand_codes(q.low_codes, q.scale);
+  const uint4 high = expand_codes(q.high_codes, q.scale);
+  const auto store = [&](int64_t to_row) {
+    auto* to = reinterpret_cast<uint4*>(out.operand + to_row * out.cols + 16 * block);
+    to[0] = low;
+    to[1] = high;
+  };
+  if (out.copies == nullptr) {
+    store(row);
+  } else {
+#pragma unroll 4
+    for (int i = 0; i < out.num_copies; ++i) {
+      const int32_t to_row = out.copies[row * out.num_copies + i];
+      if (to_row >= 0) store(to_row);
+    }
   }
 }
 
 // `kWarps` warps quantize one row; a block of kQuantizeThreads has several such groups, all of which
 // call this together. load(block) gives 16 values; `row` < 0 takes part in the barrier only.
-// The row may be overwritten in place: all of it is read before anything is stored.
-template <int kWarps, typename Load>
-__device__ __forceinline__ void quantize_row(int64_t row, const QuantizedRows& out, Load&& load) {
+// The row may be overwritten in place: all of it is read before anything is stored, and before_store()
+// is called in between.
+template <int kWarps, typename Load, typename BeforeStore>
+__device__ __forceinline__ void quantize_row(int64_t row,
+                                             const QuantizedRows& out,
+                                             Load&& load,
+                                             BeforeStore&& before_store) {
   constexpr int kThreads = 32 * kWarps;
   constexpr int kKept = 4;  // blocks a thread keeps in registers between the two passes
   __shared__ uint32_t warp_amax[kQuantizeThreads / 32];
@@ -70,7 +90,14 @@ __device__ __forceinline__ void quantize_row(int64_t row, const QuantizedRows& o
   }
 
   const OuterScale outer = token_scale(static_cast<uint16_t>(amax));
+  before_store();
   if (row >= 0 && thread == 0 && out.token_scale != nullptr) out.token_scale[row] = outer.stored;
+  if (row >= 0 && out.copy_scale != nullptr) {
+    for (int i = thread; i < out.num_copies; i += kThreads) {
+      const int32_t to_row = out.copies[row * out.num_copies + i];
+      if (to_row >= 0) out.copy_scale[to_row] = outer.stored;
+    }
+  }
 #pragma unroll
   for (int i = 0; i < kKept; ++i) {
     const int block = thread + i * kThreads;

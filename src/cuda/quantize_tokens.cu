@@ -14,7 +14,7 @@ __global__ void __launch_bounds__(kQuantizeThreads)
   int64_t row = int64_t{blockIdx.x} * kRows + threadIdx.x / (32 * kWarps);
   if (row >= args.rows) row = -1;
   const uint16_t* source = args.source + row * args.source_stride;
-  quantize_row<kWarps>(row, out, [&](int block) {
+  const auto load = [&](int block) {
     Block x;
     const int64_t first = int64_t{16} * block;
     if (aligned && first + 16 <= args.cols) {
@@ -31,17 +31,23 @@ __global__ void __launch_bounds__(kQuantizeThreads)
       x.pairs[i] = even | odd << 16;
     }
     return x;
-  });
-  // The kernels that follow rely on all that came before this one.
-  ptx::wait_for_predecessor();
+  };
+  // The tokens were there before the predecessor, which says where their copies go.
+  quantize_row<kWarps>(row, out, load, [] { ptx::wait_for_predecessor(); });
 }
 
 }  // namespace
 
 cudaError_t quantize_tokens(const QuantizeTokens& args, const LaunchOptions& options) {
   if (args.rows == 0) return cudaSuccess;
-  const QuantizedRows out = {
-      args.padded_cols, args.codes, args.block_scales, args.token_scale, args.operand};
+  const QuantizedRows out = {args.padded_cols,
+                             args.codes,
+                             args.block_scales,
+                             args.token_scale,
+                             args.operand,
+                             args.expanded_to_permuted,
+                             static_cast<int>(args.top_k),
+                             args.route_scale};
   const bool aligned =
       reinterpret_cast<uintptr_t>(args.source) % 16 == 0 && args.source_stride % 8 == 0;
   const auto run = [&](auto kernel, int warps) {

@@ -23,12 +23,16 @@ __global__ void __launch_bounds__(kQuantizeThreads)
   ptx::allow_successor();
   ptx::wait_for_predecessor();
   const int64_t row = row_of_thread<kWarps>(args);
-  quantize_row<kWarps>(row, out, [&](int block) {
-    const auto* from = reinterpret_cast<const uint4*>(args.rows + row * args.cols + 16 * block);
-    const uint4 low = from[0];
-    const uint4 high = from[1];
-    return Block{low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-  });
+  quantize_row<kWarps>(
+      row,
+      out,
+      [&](int block) {
+        const auto* from = reinterpret_cast<const uint4*>(args.rows + row * args.cols + 16 * block);
+        const uint4 low = from[0];
+        const uint4 high = from[1];
+        return Block{low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+      },
+      [] {});
 }
 
 // 16 consecutive sums of a row, the splits added in ascending order.
@@ -58,7 +62,7 @@ __global__ void __launch_bounds__(kQuantizeThreads)
   float gate_scale = 0;
   if (row >= 0) {
     const int expert = partial.route_expert[row];
-    const float t = partial.x_token_scale[partial.permuted_to_expanded[row] / partial.top_k];
+    const float t = partial.route_scale[row];
     up_scale = __fmul_rn(partial.up_alpha[expert], t);
     gate_scale = __fmul_rn(partial.gate_alpha[expert], t);
   }
@@ -69,42 +73,51 @@ __global__ void __launch_bounds__(kQuantizeThreads)
     if (partial.activation.type == ActivationType::kSwiGlu) return bf16_from_f32(swiglu(g, u));
     return bf16_from_f32(static_cast<float>(activate(partial.activation, u, g)));
   };
-  quantize_row<kWarps>(row, out, [&](int block) {
-    Block x;
-    float sums[16];
-    if (kGated) {
+  quantize_row<kWarps>(
+      row,
+      out,
+      [&](int block) {
+        Block x;
+        float sums[16];
+        if (kGated) {
       // A slab is up and gate of eight features.
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        add_splits(args, row * partial.fc1_rows + 32 * block + 16 * half, sums);
+          for (int half = 0; half < 2; ++half) {
+            add_splits(args, row * partial.fc1_rows + 32 * block + 16 * half, sums);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          x.pairs[4 * half + i] = activated(sums[2 * i], sums[2 * i + 8]) |
-                                  static_cast<uint32_t>(activated(sums[2 * i + 1], sums[2 * i + 9]))
-                                      << 16;
+            for (int i = 0; i < 4; ++i) {
+              x.pairs[4 * half + i] =
+                  activated(sums[2 * i], sums[2 * i + 8]) |
+                  static_cast<uint32_t>(activated(sums[2 * i + 1], sums[2 * i + 9])) << 16;
+            }
+          }
+        } else {
+          add_splits(args, row * partial.fc1_rows + 16 * block, sums);
+#pragma unroll
+          for (int i = 0; i < 8; ++i) {
+            const uint16_t even = activated(sums[fragments::fragment_row(2 * i)], 0);
+            const uint16_t odd = activated(sums[fragments::fragment_row(2 * i + 1)], 0);
+            x.pairs[i] = even | static_cast<uint32_t>(odd) << 16;
+          }
         }
-      }
-    } else {
-      add_splits(args, row * partial.fc1_rows + 16 * block, sums);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const uint16_t even = activated(sums[fragments::fragment_row(2 * i)], 0);
-        const uint16_t odd = activated(sums[fragments::fragment_row(2 * i + 1)], 0);
-        x.pairs[i] = even | static_cast<uint32_t>(odd) << 16;
-      }
-    }
-    if (partial.intermediate != nullptr) {
-      auto* to = reinterpret_cast<uint4*>(partial.intermediate + row * args.cols + 16 * block);
-      to[0] = {x.pairs[0], x.pairs[1], x.pairs[2], x.pairs[3]};
-      to[1] = {x.pairs[4], x.pairs[5], x.pairs[6], x.pairs[7]};
-    }
-    return x;
-  });
+        if (partial.intermediate != nullptr) {
+          auto* to = reinterpret_cast<uint4*>(partial.intermediate + row * args.cols + 16 * block);
+          to[0] = {x.pairs[0], x.pairs[1], x.pairs[2], x.pairs[3]};
+          to[1] = {x.pairs[4], x.pairs[5], x.pairs[6], x.pairs[7]};
+        }
+        return x;
+      },
+      [] {});
 }
 
 template <int kWarps>
 cudaError_t run(const Requantize& args, const LaunchOptions& options) {
-  const QuantizedRows out = {args.cols, args.codes, args.block_scales, args.token_scale, args.rows};
+  QuantizedRows out;
+  out.cols = args.cols;
+  out.codes = args.codes;
+  out.block_scales = args.block_scales;
+  out.token_scale = args.token_scale;
+  out.operand = args.rows;
   constexpr int64_t kRows = kQuantizeThreads / (32 * kWarps);
   const auto grid = static_cast<unsigned>((args.max_routes + kRows - 1) / kRows);
   auto* kernel = requantize_kernel<kWarps>;

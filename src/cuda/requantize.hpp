@@ -22,9 +22,7 @@ struct Requantize {
     int splits = 0;
     int64_t fc1_rows = 0;
     Activation activation;
-    const int32_t* permuted_to_expanded = nullptr;
-    int64_t top_k = 0;
-    const float* x_token_scale = nullptr;   // [tokens]
+    const float* route_scale = nullptr;     // [max_routes] of the tokens
     const int32_t* route_expert = nullptr;  // [max_routes]
     const float* up_alpha = nullptr;        // [experts]
     const float* gate_alpha = nullptr;      // [experts]

@@ -1,3 +1,6 @@
+#include <cooperative_groups.h>
+
+#include <algorithm>
 #include <cstddef>
 
 #include "cuda/ptx.cuh"
@@ -6,9 +9,12 @@
 namespace hexpert::cuda {
 namespace {
 
-constexpr int kThreads = 1024;
-constexpr int kWarps = kThreads / 32;
-constexpr int kLoadsAhead = 4;               // ids in flight a lane
+namespace groups = cooperative_groups;
+
+constexpr int kMaxThreads = 1024;
+constexpr int kMaxWarps = kMaxThreads / 32;
+constexpr int kMaxBlocks = 8;                // of the cluster
+constexpr int kLoadsAhead = 8;               // ids in flight a lane
 constexpr int64_t kMaxCounters = 48 * 1024;  // of 4 bytes, in shared memory
 
 __device__ int local_expert(const RouteTokens& args, int64_t slot) {
@@ -56,7 +62,7 @@ __device__ int2 block_exclusive_sum(int2 value, int2* warp_sums, int2& total) {
   __syncthreads();
   int2 before = {0, 0};
   total = {0, 0};
-  for (int w = 0; w < kWarps; ++w) {
+  for (int w = 0; w < static_cast<int>(blockDim.x) / 32; ++w) {
     const int2 s = warp_sums[w];
     if (w < warp) before = {before.x + s.x, before.y + s.y};
     total = {total.x + s.x, total.y + s.y};
@@ -65,24 +71,32 @@ __device__ int2 block_exclusive_sum(int2 value, int2* warp_sums, int2& total) {
   return {before.x + sum.x - value.x, before.y + sum.y - value.y};
 }
 
-// One block: a stable counting sort. Each of `segments` warps counts a run of consecutive slots, so
-// that the order within an expert is that of the slots.
-__global__ void __launch_bounds__(kThreads) route_kernel(const RouteTokens args, int segments) {
-  extern __shared__ int counters[];  // [segments][num_local_experts]
-  __shared__ int2 warp_sums[kWarps];
+// One cluster of blocks: a stable counting sort. Every warp counts a run of consecutive slots, so that
+// the order within an expert is that of the slots.
+__global__ void __launch_bounds__(kMaxThreads) route_kernel(const RouteTokens args) {
+  extern __shared__ int shared[];
+  __shared__ int2 warp_sums[kMaxWarps];
   ptx::allow_successor();
   ptx::wait_for_predecessor();
 
+  const groups::cluster_group cluster = groups::this_cluster();
   const int experts = static_cast<int>(args.num_local_experts);
+  int* block_counts = shared;        // [experts] of this block, read by the others
+  int* counters = shared + experts;  // [warps][experts]
   const int64_t slots = args.rows * args.top_k;
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int warp = static_cast<int>(threadIdx.x) / 32;
-  const int64_t segment = (slots + int64_t{32} * segments - 1) / (int64_t{32} * segments) * 32;
-  const int64_t begin = warp < segments ? min(segment * warp, slots) : slots;
+  const int threads = static_cast<int>(blockDim.x);
+  const int warps = threads / 32;
+  const int thread = static_cast<int>(threadIdx.x);
+  const int lane = thread % 32;
+  const int rank = static_cast<int>(cluster.block_rank());
+  const int blocks = static_cast<int>(cluster.num_blocks());
+  const int64_t all_warps = int64_t{blocks} * warps;
+  const int64_t segment = (slots + 32 * all_warps - 1) / (32 * all_warps) * 32;
+  const int64_t begin = min(segment * (rank * warps + thread / 32), slots);
   const int64_t end = min(begin + segment, slots);
-  int* own = counters + static_cast<ptrdiff_t>(warp) * experts;
+  int* own = counters + static_cast<ptrdiff_t>(thread / 32) * experts;
 
-  for (int i = static_cast<int>(threadIdx.x); i < segments * experts; i += kThreads)
+  for (int i = thread; i < warps * experts; i += threads)
     counters[i] = 0;
   __syncthreads();
   for_each_slot(args, begin, end, [&](int64_t, int expert, unsigned peers) {
@@ -90,49 +104,58 @@ __global__ void __launch_bounds__(kThreads) route_kernel(const RouteTokens args,
     __syncwarp();
   });
   __syncthreads();
+  for (int expert = thread; expert < experts; expert += threads) {
+    int count = 0;
+    for (int w = 0; w < warps; ++w)
+      count += counters[w * experts + expert];
+    block_counts[expert] = count;
+  }
+  cluster.sync();
 
   int2 base = {0, 0};  // rows and tiles of the experts before this round
-  for (int first = 0; first < experts; first += kThreads) {
-    const int expert = first + static_cast<int>(threadIdx.x);
+  for (int first = 0; first < experts; first += threads) {
+    const int expert = first + thread;
     int rows = 0;
+    int rows_before = 0;  // in the blocks before this one
     if (expert < experts) {
-      for (int s = 0; s < segments; ++s)
-        rows += counters[s * experts + expert];
+      for (int b = 0; b < blocks; ++b) {
+        const int count = *cluster.map_shared_rank(block_counts + expert, b);
+        rows += count;
+        if (b < rank) rows_before += count;
+      }
     }
     const int tiles = (rows + args.max_width - 1) / args.max_width;
     int2 total;
     const int2 before = block_exclusive_sum({rows, tiles}, warp_sums, total);
     int row = base.x + before.x;
     if (expert < experts) {
-      for (int t = 0; t < tiles; ++t) {
-        const int tile_rows = min(args.max_width, rows - t * args.max_width);
-        args.out.tiles[base.y + before.y + t] = {expert, row + t * args.max_width, tile_rows, 0};
+      for (int t = rank; t < tiles; t += blocks) {
+        args.out.tiles[base.y + before.y + t] = {
+            expert, row + t * args.max_width, min(args.max_width, rows - t * args.max_width), 0};
       }
-      for (int s = 0; s < segments; ++s) {  // counts become first rows
-        const int count = counters[s * experts + expert];
-        counters[s * experts + expert] = row;
+      row += rows_before;
+      for (int w = 0; w < warps; ++w) {  // counts become first rows
+        const int count = counters[w * experts + expert];
+        counters[w * experts + expert] = row;
         row += count;
       }
     }
     base = {base.x + total.x, base.y + total.y};
   }
-  if (threadIdx.x == 0) {
+  if (rank == 0 && thread == 0) {
     *args.out.num_routes = base.x;
     *args.out.num_tiles = base.y;
   }
-  __syncthreads();
+  cluster.sync();  // the counts of this block may go
 
   for_each_slot(args, begin, end, [&](int64_t slot, int expert, unsigned peers) {
-    const int rank = __popc(peers & ((1U << lane) - 1));
-    const int row = expert >= 0 ? own[expert] + rank : -1;
+    const int ahead = __popc(peers & ((1U << lane) - 1));
+    const int row = expert >= 0 ? own[expert] + ahead : -1;
     __syncwarp();
-    if (expert >= 0 && rank == 0) own[expert] += __popc(peers);
+    if (expert >= 0 && ahead == 0) own[expert] += __popc(peers);
     __syncwarp();
     if (slot < end) args.out.expanded_to_permuted[slot] = row;
-    if (row >= 0) {
-      args.out.permuted_to_expanded[row] = static_cast<int32_t>(slot);
-      args.out.route_expert[row] = expert;
-    }
+    if (row >= 0) args.out.route_expert[row] = expert;
   });
 }
 
@@ -145,12 +168,23 @@ cudaError_t configure_route() {
 
 cudaError_t route_tokens(const RouteTokens& args, const LaunchOptions& options) {
   const int64_t slots = args.rows * args.top_k;
-  int64_t segments = (slots + 31) / 32;
-  if (segments > kWarps) segments = kWarps;
-  while (segments > 1 && segments * args.num_local_experts > kMaxCounters)
-    segments /= 2;
-  const auto shared = static_cast<size_t>(segments * args.num_local_experts) * sizeof(int);
-  return launch(route_kernel, 1, kThreads, shared, options, args, static_cast<int>(segments));
+  const int64_t experts = args.num_local_experts;
+  // A warp for every 32 slots, and a thread for every expert, as far as they go.
+  int64_t warps = std::max((slots + 31) / 32, std::min<int64_t>((experts + 31) / 32, kMaxWarps));
+  int64_t blocks = 1;
+  while (blocks < kMaxBlocks && warps > blocks * kMaxWarps)
+    blocks *= 2;
+  warps = std::min<int64_t>((warps + blocks - 1) / blocks, kMaxWarps);
+  while (warps > 1 && (warps + 1) * experts > kMaxCounters)
+    warps /= 2;
+  const auto shared = static_cast<size_t>((warps + 1) * experts) * sizeof(int);
+  return launch(
+      route_kernel,
+      static_cast<unsigned>(blocks),
+      static_cast<unsigned>(32 * warps),
+      shared,
+      LaunchOptions{options.stream, options.overlap_predecessor, static_cast<int>(blocks)},
+      args);
 }
 
 }  // namespace hexpert::cuda

@@ -23,7 +23,6 @@ struct Routes {
   int32_t* num_routes = nullptr;            // [1]
   RowTile* tiles = nullptr;                 // [max_row_tiles()]
   int32_t* route_expert = nullptr;          // [rows * top_k] local expert of a permuted row
-  int32_t* permuted_to_expanded = nullptr;  // [rows * top_k], the first num_routes are in use
   int32_t* expanded_to_permuted = nullptr;  // [rows * top_k], -1 when not local
 };
 
