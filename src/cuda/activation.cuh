@@ -24,12 +24,15 @@ __device__ __forceinline__ float swiglu(float g, float u) {
   float z;
   asm("ex2.approx.f32 %0, %1;" : "=f"(z) : "f"(far ? __fadd_rn(exponent, 24.0F) : exponent));
   z = __fmaf_rn(z, __fmul_rn(rest, 0.693147182F), z);
-  if (far) return __fmul_rn(__fmul_rn(__fmul_rn(gate, z), __fmul_rn(u, 0x1p-48F)), z);
   const float denominator = __fadd_rn(1.0F, z);
   float inverse;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(denominator));
   inverse = __fmaf_rn(inverse, __fmaf_rn(-denominator, inverse, 1.0F), inverse);
-  return __fmul_rn(__fmul_rn(gate < 0 ? __fmul_rn(gate, z) : gate, inverse), u);
+  const float numerator = gate < 0 ? __fmul_rn(gate, z) : gate;
+  // Where z is scaled the denominator is 1.
+  const float first = far ? __fmul_rn(u, 0x1p-48F) : inverse;
+  const float second = far ? z : u;
+  return __fmul_rn(__fmul_rn(numerator, first), second);
 }
 
 }  // namespace hexpert::cuda

@@ -23,7 +23,7 @@ struct HopperPlan final : BackendPlan {
   // Operands of FC1 and FC2, for each variant of the GEMM.
   CUtensorMap x_map[std::size(kGemmVariants)];
   CUtensorMap h_map[std::size(kGemmVariants)];
-  int num_blocks = 0;  // one a multiprocessor
+  int multiprocessors = 0;
   bool overlap = true;
 };
 
@@ -45,7 +45,7 @@ class Forward {
         problem_(*args.problem),
         w_(plan.weights),
         work_(plan.workspace),
-        num_blocks_(plan.num_blocks),
+        multiprocessors_(plan.multiprocessors),
         slots_(args.rows * problem_.top_k),
         how_(plan_forward(problem_, w_, args.rows, args.batch_invariant)),
         // A dump looks at results between the stages.
@@ -114,7 +114,7 @@ class Forward {
          .max_routes = slots_,
          .splits = how_.fc1_splits},
         how_.fc1_partial ? Epilogue::kPartial : activated,
-        num_blocks_,
+        multiprocessors_,
         overlapped_);
   }
 
@@ -158,7 +158,7 @@ class Forward {
                               .splits = how_.fc2_splits,
                               .prefetch_weights = true},
                              how_.fc2_partial ? Epilogue::kPartial : Epilogue::kScale,
-                             num_blocks_,
+                             multiprocessors_,
                              overlapped_);
   }
 
@@ -196,7 +196,7 @@ class Forward {
   const MoeProblem& problem_;
   const FragmentWeights& w_;
   const HopperWorkspace& work_;
-  int num_blocks_;
+  int multiprocessors_;
   int64_t slots_;
   ForwardPlan how_;
   LaunchOptions overlapped_;
@@ -217,9 +217,10 @@ Result<std::unique_ptr<BackendPlan>> make_plan(const MoeProblem& problem,
   plan->weights = held.view();
   plan->workspace = lay_out_workspace(problem, plan->weights, options.batch_invariant, workspace);
   plan->overlap = options.overlap_launches;
-  HX_RETURN_IF_ERROR(check(
-      cudaDeviceGetAttribute(&plan->num_blocks, cudaDevAttrMultiProcessorCount, plan->device.index),
-      "cudaDevAttrMultiProcessorCount"));
+  HX_RETURN_IF_ERROR(
+      check(cudaDeviceGetAttribute(
+                &plan->multiprocessors, cudaDevAttrMultiProcessorCount, plan->device.index),
+            "cudaDevAttrMultiProcessorCount"));
   HX_RETURN_IF_ERROR(check(configure_route(), "route"));
   const int64_t slots = problem.max_tokens * problem.top_k;
   for (size_t i = 0; i < std::size(kGemmVariants) && slots > 0; ++i) {

@@ -53,10 +53,9 @@ struct GemmVariant {
   int64_t stage_k = 0;         // K elements of a pipeline stage; K is split at multiples of it
   int box_rows = 0;            // tokens that are copied at once
   cudaError_t (*configure)();  // once per device, before the first launch
-  // `num_blocks`: one a multiprocessor.
   cudaError_t (*launch)(const GroupedGemm& args,
                         Epilogue epilogue,
-                        int num_blocks,
+                        int multiprocessors,
                         const LaunchOptions& options);
 };
 extern const GemmVariant gemm_width8;

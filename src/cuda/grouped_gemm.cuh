@@ -19,7 +19,8 @@ constexpr int kConsumerThreads = 256;  // two warpgroups, 64 weight rows each
 constexpr int kProducerThreads = 128;  // one thread copies, one warp announces the items
 constexpr int kThreads = kConsumerThreads + kProducerThreads;
 constexpr int kConsumerWarps = kConsumerThreads / 32;
-constexpr int kSharedBytes = 227 * 1024;
+constexpr int kSharedBytes = 227 * 1024;  // of all blocks of a multiprocessor
+constexpr int kReservedBytes = 1024;      // of each block, by the system
 constexpr int kRecordBytes = static_cast<int>(fragments::kRecordBytes);
 constexpr int kSpan = static_cast<int>(fragments::kSpan);
 // The operands are E2M1 * 2^-14 * E4M3; this takes the power of two back.
@@ -38,6 +39,11 @@ template <int kMaxWidth>
 struct Shape {
   static constexpr int kSpans = kMaxWidth <= 64 ? 4 : 2;  // 64-k records of a stage
   static constexpr int kXBytes = kMaxWidth * 128;         // tokens of one span
+  // Narrow tiles leave registers for two blocks: one works while the other begins or ends a tile.
+  static constexpr int kBlocks = kMaxWidth <= 16 ? 2 : 1;  // of a multiprocessor
+  static constexpr int kConsumerRegisters = kBlocks == 2 ? 104 : 232;
+  static constexpr int kBlockBytes =
+      kBlocks == 2 ? kSharedBytes / 2 - kReservedBytes : kSharedBytes;
   static constexpr int kStageBytes = kSpans * (kXBytes + kRecordBytes);
   static constexpr int kBoxRows = kMaxWidth <= 16 ? 8 : kMaxWidth <= 32 ? 16 : 32;
   // Steps of 16 k that are expanded while those before them are multiplied. Wide tiles have no
@@ -48,7 +54,7 @@ struct Shape {
   static constexpr int kBarrierBytes = 256;
   static constexpr int kAlignment = 1024;
   static constexpr int kStages =
-      (kSharedBytes - kAlignment - kItemBytes - kBarrierBytes) / kStageBytes;
+      (kBlockBytes - kAlignment - kItemBytes - kBarrierBytes) / kStageBytes;
   static_assert(kStageBytes % kAlignment == 0 && kStages >= 3);
   static_assert((2 * kStages + 2 * kItems) * 8 <= kBarrierBytes);
 };
@@ -478,7 +484,7 @@ __device__ __forceinline__ void consume(const GroupedGemm& args, const Shared<kM
 }
 
 template <Epilogue kEpilogue, int kMaxWidth>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(kThreads, Shape<kMaxWidth>::kBlocks)
     grouped_gemm_kernel(const __grid_constant__ GroupedGemm args) {
   using S = Shape<kMaxWidth>;
   extern __shared__ uint8_t raw[];
@@ -509,7 +515,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       announce_items<kMaxWidth>(args, shared, thread % 32);
     }
   } else {
-    ptx::take_registers<232>();
+    ptx::take_registers<S::kConsumerRegisters>();
     consume<kEpilogue, kMaxWidth>(args, shared);
   }
 }

@@ -90,8 +90,9 @@ __device__ __forceinline__ uint32_t fragment_word(uint32_t upper,
 
 __global__ void __launch_bounds__(kThreads)
     quantize_weights_kernel(const QuantizeWeights args, bool aligned) {
-  __shared__ uint2 codes[kRows][kBlocks];
-  __shared__ uint8_t scales[kRows][kBlocks];
+  // Rows are padded so that eight of them lie in different banks.
+  __shared__ uint2 codes[kRows][kBlocks + 1];
+  __shared__ alignas(4) uint8_t scales[kRows][kBlocks + 4];
   const int64_t expert = blockIdx.z;
   const int64_t first_row = int64_t{blockIdx.y} * kRows;
   const int64_t first_col = int64_t{blockIdx.x} * kSpans * fragments::kSpan;
@@ -137,10 +138,17 @@ __global__ void __launch_bounds__(kThreads)
     }
     uint8_t* record = out + span * fragments::kRecordBytes;
     reinterpret_cast<uint4*>(record)[threadIdx.x] = {words[0], words[1], words[2], words[3]};
-    for (int i = static_cast<int>(threadIdx.x); i < kRows * 4; i += kThreads) {
-      const int row = i / 64 * 16 + i % 64 / 8 + i % 2 * 8;
-      record[fragments::kScalesAt + i] = scales[row][4 * span + i % 8 / 2];
-    }
+  }
+  // Scales of rows g and g + 8 alternate. A thread has four blocks of both.
+  static_assert(kThreads == kSpans * kRows / 2);
+  const int span = static_cast<int>(threadIdx.x) / 64;
+  const int row = static_cast<int>(threadIdx.x) % 64 / 8 * 16 + static_cast<int>(threadIdx.x) % 8;
+  if (span < spans) {
+    const auto upper = *reinterpret_cast<const uint32_t*>(&scales[row][4 * span]);
+    const auto lower = *reinterpret_cast<const uint32_t*>(&scales[row + 8][4 * span]);
+    uint8_t* record = out + span * fragments::kRecordBytes + fragments::kScalesAt;
+    reinterpret_cast<uint2*>(record)[threadIdx.x % 64] = {__byte_perm(upper, lower, 0x5140),
+                                                          __byte_perm(upper, lower, 0x7362)};
   }
 }
 
