@@ -41,7 +41,13 @@ struct Shape {
   static constexpr int kXBytes = kMaxWidth * 128;         // tokens of one span
   // Narrow tiles leave registers for two blocks: one works while the other begins or ends a tile.
   static constexpr int kBlocks = kMaxWidth <= 16 ? 2 : 1;  // of a multiprocessor
-  static constexpr int kConsumerRegisters = kBlocks == 2 ? 104 : 232;
+  // Of a thread. Launched with 80 or 168, and what the consumers take must be there to take: a warp
+  // waits forever for registers that the block does not have.
+  static constexpr int kLaunchRegisters = kBlocks == 2 ? 80 : 168;
+  static constexpr int kProducerRegisters = 40;
+  static constexpr int kConsumerRegisters = kBlocks == 2 ? 96 : 232;
+  static_assert(kConsumerThreads * kConsumerRegisters + kProducerThreads * kProducerRegisters <=
+                kThreads * kLaunchRegisters);
   static constexpr int kBlockBytes =
       kBlocks == 2 ? kSharedBytes / 2 - kReservedBytes : kSharedBytes;
   static constexpr int kStageBytes = kSpans * (kXBytes + kRecordBytes);
@@ -507,7 +513,7 @@ __global__ void __launch_bounds__(kThreads, Shape<kMaxWidth>::kBlocks)
   }
   ptx::wait_for_predecessor();
   if (threadIdx.x >= kConsumerThreads) {
-    ptx::give_registers<40>();
+    ptx::give_registers<S::kProducerRegisters>();
     const int thread = static_cast<int>(threadIdx.x) - kConsumerThreads;
     if (thread == 0) {
       copy_stages<kMaxWidth>(args, shared);
@@ -548,20 +554,22 @@ GemmVariant variant() {
          {Epilogue::kSquaredRelu, Epilogue::kSwiGlu, Epilogue::kScale, Epilogue::kPartial}) {
       const cudaError_t error = cudaFuncSetAttribute(kernel_of<kMaxWidth>(epilogue),
                                                      cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                     kSharedBytes);
+                                                     Shape<kMaxWidth>::kBlockBytes);
       if (error != cudaSuccess) return error;
     }
     return cudaSuccess;
   };
-  v.launch =
-      [](const GroupedGemm& args, Epilogue epilogue, int num_blocks, const LaunchOptions& options) {
-        return launch(kernel_of<kMaxWidth>(epilogue),
-                      static_cast<unsigned>(num_blocks),
-                      kThreads,
-                      kSharedBytes,
-                      options,
-                      args);
-      };
+  v.launch = [](const GroupedGemm& args,
+                Epilogue epilogue,
+                int multiprocessors,
+                const LaunchOptions& options) {
+    return launch(kernel_of<kMaxWidth>(epilogue),
+                  static_cast<unsigned>(multiprocessors * Shape<kMaxWidth>::kBlocks),
+                  kThreads,
+                  Shape<kMaxWidth>::kBlockBytes,
+                  options,
+                  args);
+  };
   return v;
 }
 
