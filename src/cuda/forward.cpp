@@ -21,8 +21,8 @@ struct HopperPlan final : BackendPlan {
   FragmentWeights weights;
   HopperWorkspace workspace;
   // Operands of FC1 and FC2, for each variant of the GEMM.
-  CUtensorMap x_map[std::size(kGemmVariants)];
-  CUtensorMap h_map[std::size(kGemmVariants)];
+  OperandMaps x_maps[std::size(kGemmVariants)];
+  OperandMaps h_maps[std::size(kGemmVariants)];
   int multiprocessors = 0;
   bool overlap = true;
 };
@@ -104,7 +104,7 @@ class Forward {
          .expert_bytes = w_.fc1_bytes(),
          .fragment_rows = w_.fc1_rows,
          .k = w_.hidden,
-         .x = map_of(plan_.x_map),
+         .x = maps_of(plan_.x_maps),
          .row_scale = work_.x_route_scale,
          .up_alpha = w_.fc1_up_alpha,
          .gate_alpha = w_.fc1_gate_alpha,
@@ -148,7 +148,7 @@ class Forward {
                               .expert_bytes = w_.fc2_bytes(),
                               .fragment_rows = w_.fc2_rows,
                               .k = w_.intermediate,
-                              .x = map_of(plan_.h_map),
+                              .x = maps_of(plan_.h_maps),
                               .row_scale = work_.h_token_scale,
                               .up_alpha = w_.fc2_alpha,
                               .routes = work_.routes,
@@ -186,7 +186,7 @@ class Forward {
     return combine(args, overlapped_);
   }
 
-  const CUtensorMap& map_of(const CUtensorMap (&maps)[std::size(kGemmVariants)]) const {
+  const OperandMaps& maps_of(const OperandMaps (&maps)[std::size(kGemmVariants)]) const {
     const auto at = std::find(std::begin(kGemmVariants), std::end(kGemmVariants), how_.gemm);
     return maps[at - std::begin(kGemmVariants)];
   }
@@ -227,9 +227,9 @@ Result<std::unique_ptr<BackendPlan>> make_plan(const MoeProblem& problem,
     const GemmVariant& variant = *kGemmVariants[i];
     HX_RETURN_IF_ERROR(check(variant.configure(), "grouped_gemm"));
     const HopperWorkspace& work = plan->workspace;
-    if (operand_map(plan->x_map[i], work.x, slots, plan->weights.hidden, variant.box_rows) !=
+    if (operand_maps(plan->x_maps[i], variant, work.x, slots, plan->weights.hidden) !=
             CUDA_SUCCESS ||
-        operand_map(plan->h_map[i], work.h, slots, plan->weights.intermediate, variant.box_rows) !=
+        operand_maps(plan->h_maps[i], variant, work.h, slots, plan->weights.intermediate) !=
             CUDA_SUCCESS) {
       return Status(ErrorCode::kDeviceError, "cuTensorMapEncodeTiled: refused by the driver");
     }

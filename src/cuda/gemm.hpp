@@ -24,13 +24,18 @@ enum class Epilogue : uint8_t {
   kPartial,      // out = sums of this part of K, FP32, in fragment row order
 };
 
+// Rows of FP16 values as the copy engine sees them, for each width of tile that a kernel has.
+struct OperandMaps {
+  CUtensorMap of_width[8];
+};
+
 struct GroupedGemm {
   const uint8_t* weights = nullptr;  // [experts, expert_bytes] sm90 fragments
   int64_t expert_bytes = 0;
   int64_t fragment_rows = 0;  // multiple of 128
   int64_t k = 0;              // multiple of 64
 
-  CUtensorMap x;                      // [permuted rows, k] fp16, of operand_map()
+  OperandMaps x;                      // [permuted rows, k] fp16
   const float* row_scale = nullptr;   // [permuted rows]
   const float* up_alpha = nullptr;    // [experts]
   const float* gate_alpha = nullptr;  // [experts]
@@ -44,20 +49,23 @@ struct GroupedGemm {
   bool prefetch_weights = false;  // the routes are known before the predecessor has finished
 };
 
-// Describes rows of FP16 values to the copy engine: `box_rows` rows of 64 values, swizzled.
-CUresult operand_map(CUtensorMap& map, const uint16_t* data, int64_t rows, int64_t k, int box_rows);
-
 // The kernels for tiles of at most `max_width` tokens: narrower tiles leave room for more stages.
 struct GemmVariant {
   int max_width = 0;
-  int64_t stage_k = 0;         // K elements of a pipeline stage; K is split at multiples of it
-  int box_rows = 0;            // tokens that are copied at once
+  int64_t stage_k = 0;  // K elements of a pipeline stage; K is split at multiples of it
+  int blocks = 1;       // of a multiprocessor
+  int num_widths = 0;
+  int widths[8] = {};          // of tiles that are compiled, ascending
   cudaError_t (*configure)();  // once per device, before the first launch
   cudaError_t (*launch)(const GroupedGemm& args,
                         Epilogue epilogue,
                         int multiprocessors,
                         const LaunchOptions& options);
 };
+// Describes `rows` rows of `k` values at `data`, FP16, to a kernel.
+CUresult operand_maps(
+    OperandMaps& maps, const GemmVariant& variant, const uint16_t* data, int64_t rows, int64_t k);
+
 extern const GemmVariant gemm_width8;
 extern const GemmVariant gemm_width16;
 extern const GemmVariant gemm_width32;

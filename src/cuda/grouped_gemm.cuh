@@ -5,6 +5,7 @@
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
 
+#include <type_traits>
 #include "cuda/activation.cuh"
 #include "cuda/gemm.hpp"
 #include "cuda/ptx.cuh"
@@ -16,47 +17,49 @@ namespace hexpert::cuda::gemm {
 namespace fragments = layout::sm90_fragments;
 
 constexpr int kConsumerThreads = 256;  // two warpgroups, 64 weight rows each
-constexpr int kProducerThreads = 128;  // one thread copies, one warp announces the items
-constexpr int kThreads = kConsumerThreads + kProducerThreads;
 constexpr int kConsumerWarps = kConsumerThreads / 32;
 constexpr int kSharedBytes = 227 * 1024;  // of all blocks of a multiprocessor
 constexpr int kReservedBytes = 1024;      // of each block, by the system
 constexpr int kRecordBytes = static_cast<int>(fragments::kRecordBytes);
 constexpr int kSpan = static_cast<int>(fragments::kSpan);
+constexpr int kXRowBytes = kSpan * 2;  // a token's, in a span
 // The operands are E2M1 * 2^-14 * E4M3; this takes the power of two back.
 constexpr float kUnscale = 16384.0F;
 
-// Tile widths (tokens) that are compiled, up to the widest of a kernel. With more than eight branches
-// the assembler gives up overlapping wgmma with other work (it says so: C7512).
+// Tile widths (tokens) that are compiled, ascending to the widest of a kernel. With more than eight
+// branches the assembler gives up overlapping wgmma with other work (it says so: C7512).
 template <int kMaxWidth>
-inline constexpr int kTileWidths[6] = {8, 16, 24, 32, 48, 64};
-template <>
-inline constexpr int kTileWidths<128>[6] = {16, 32, 48, 64, 96, 128};
-template <>
-inline constexpr int kTileWidths<256>[8] = {32, 64, 96, 128, 160, 192, 224, 256};
+__host__ __device__ constexpr int tile_width(int index) {
+  constexpr int kUnits[] = {1, 2, 3, 4, 6, 8};
+  return kMaxWidth == 256 ? 32 * (index + 1) : kUnits[index] * (kMaxWidth == 128 ? 16 : 8);
+}
+template <int kMaxWidth>
+__host__ __device__ constexpr int num_widths() {
+  int index = 0;
+  while (tile_width<kMaxWidth>(index) < kMaxWidth)
+    ++index;
+  return index + 1;
+}
 
 template <int kMaxWidth>
 struct Shape {
   static constexpr int kSpans = kMaxWidth <= 64 ? 4 : 2;  // 64-k records of a stage
-  static constexpr int kXBytes = kMaxWidth * 128;         // tokens of one span
+  static constexpr int kXBytes = kMaxWidth * kXRowBytes;  // tokens of one span
   // Narrow tiles leave registers for two blocks: one works while the other begins or ends a tile.
-  static constexpr int kBlocks = kMaxWidth <= 16 ? 2 : 1;  // of a multiprocessor
-  // Of a thread. Launched with 80 or 168, and what the consumers take must be there to take: a warp
-  // waits forever for registers that the block does not have.
-  static constexpr int kLaunchRegisters = kBlocks == 2 ? 80 : 168;
-  static constexpr int kProducerRegisters = 40;
-  static constexpr int kConsumerRegisters = kBlocks == 2 ? 96 : 232;
-  static_assert(kConsumerThreads * kConsumerRegisters + kProducerThreads * kProducerRegisters <=
-                kThreads * kLaunchRegisters);
+  static constexpr int kBlocks = kMaxWidth <= 32 ? 2 : 1;  // of a multiprocessor
+  // A warp fetches. Where a block has all registers, three more join it that only give theirs away:
+  // the assembler wants to be told that the consumers have more than all threads could have.
+  static constexpr int kThreads = kConsumerThreads + (kBlocks == 2 ? 32 : 128);
   static constexpr int kBlockBytes =
       kBlocks == 2 ? kSharedBytes / 2 - kReservedBytes : kSharedBytes;
   static constexpr int kStageBytes = kSpans * (kXBytes + kRecordBytes);
-  static constexpr int kBoxRows = kMaxWidth <= 16 ? 8 : kMaxWidth <= 32 ? 16 : 32;
-  // Steps of 16 k that are expanded while those before them are multiplied. Wide tiles have no
-  // registers for more than two.
-  static constexpr int kSteps = kMaxWidth <= 128 ? 4 : 2;
+  // Wide tiles: two blocks that multiply the same tokens fetch half of them each, for both.
+  static constexpr int kClusterBlocks = kMaxWidth >= 64 ? 2 : 1;
+  // Steps of 16 k that are expanded while those before them are multiplied; two where registers are
+  // scarce.
+  static constexpr int kSteps = kMaxWidth == 256 || (kBlocks == 2 && kMaxWidth > 8) ? 2 : 4;
   static constexpr int kItems = kMaxWidth <= 128 ? 4 : 2;  // that the producers are ahead
-  static constexpr int kItemBytes = kItems * (kMaxWidth * 4 + 32);
+  static constexpr int kItemBytes = kItems * (kMaxWidth * 4 + 48);
   static constexpr int kBarrierBytes = 256;
   static constexpr int kAlignment = 1024;
   static constexpr int kStages =
@@ -72,11 +75,14 @@ struct Item {
   int split;
   int first_span;
   int end_span;
+  bool same_tokens;  // as the other block of the cluster
+  bool surplus;      // the other block's item, to keep it company: nothing is stored
 };
 
 // What the consumers need of an item, in shared memory.
 struct alignas(16) ConsumerItem {
   int rows;
+  int stored_rows;
   int first_row;
   int row_block;
   int split;
@@ -85,13 +91,13 @@ struct alignas(16) ConsumerItem {
   float up_alpha;
   float gate_alpha;
 };
-static_assert(sizeof(ConsumerItem) == 32);
+static_assert(sizeof(ConsumerItem) == 48);
 
 // Shared memory, carved up.
 template <int kMaxWidth>
 struct Shared {
   using S = Shape<kMaxWidth>;
-  uint8_t* stages;       // [kStages][x of each span, then the records]
+  uint8_t* stages;       // [kStages][records, then the tokens of each span: width rows]
   ConsumerItem* items;   // [kItems]
   float* row_scale;      // [kItems][kMaxWidth]
   uint64_t* full;        // [kStages]
@@ -109,11 +115,11 @@ struct Shared {
     item_full = empty + S::kStages;
     item_empty = item_full + S::kItems;
   }
-  __device__ uint8_t* x(int stage, int span) const {
-    return stages + stage * S::kStageBytes + span * S::kXBytes;
-  }
   __device__ uint8_t* record(int stage, int span) const {
-    return stages + stage * S::kStageBytes + S::kSpans * S::kXBytes + span * kRecordBytes;
+    return stages + stage * S::kStageBytes + span * kRecordBytes;
+  }
+  __device__ uint8_t* x(int stage, int span, int width) const {
+    return record(stage, S::kSpans) + span * width * kXRowBytes;
   }
 };
 
@@ -131,31 +137,41 @@ struct Ring {
 };
 
 // The items of this block, one after the other. Row tiles are outermost, so that blocks that run
-// together read few experts. The tile of the next item is fetched early.
-template <int kSpans>
+// together read few experts; the blocks of a cluster have consecutive items. The tile of the next
+// item is fetched early.
+template <int kMaxWidth>
 class ItemLoop {
  public:
+  static constexpr int kSpans = Shape<kMaxWidth>::kSpans;
+
   __device__ explicit ItemLoop(const GroupedGemm& args)
       : args_(args),
-        per_tile_(static_cast<int>(args.fragment_rows / fragments::kTileRows) * args.splits),
+        row_blocks_(static_cast<int>(args.fragment_rows / fragments::kTileRows)),
+        per_tile_(row_blocks_ * args.splits),
         items_(*args.routes.num_tiles * per_tile_),
-        index_(static_cast<int>(blockIdx.x)) {
+        index_(static_cast<int>(blockIdx.x)),
+        pair_(Shape<kMaxWidth>::kClusterBlocks == 1 ? 0 : ptx::cluster_blocks() - 1) {
     fetch();
   }
-  __device__ bool done() const { return index_ >= items_; }
+  // The blocks of a cluster are done together.
+  __device__ bool done() const { return (index_ & ~pair_) >= items_; }
   __device__ void advance() { index_ += static_cast<int>(gridDim.x); }
   // Of the present item, once.
   __device__ Item take() {
     const int spans = static_cast<int>(args_.k) / kSpan;
     const int stages = (spans + kSpans - 1) / kSpans;
     const int per_split = (stages + args_.splits - 1) / args_.splits * kSpans;
-    const int rest = index_ % per_tile_;
+    const int index = min(index_, items_ - 1);
+    const int other = min(index_ ^ pair_, items_ - 1);
+    const int rest = index % per_tile_;
     Item item;
     item.tile = next_;
-    item.row_block = rest / args_.splits;
-    item.split = rest % args_.splits;
+    item.row_block = rest % row_blocks_;
+    item.split = rest / row_blocks_;
     item.first_span = item.split * per_split;
     item.end_span = min(spans, item.first_span + per_split);
+    item.same_tokens = pair_ == 1 && other / per_tile_ == index / per_tile_;
+    item.surplus = index_ >= items_;
     advance();
     fetch();
     return item;
@@ -163,13 +179,15 @@ class ItemLoop {
 
  private:
   __device__ void fetch() {
-    if (!done()) next_ = args_.routes.tiles[index_ / per_tile_];
+    if (!done()) next_ = args_.routes.tiles[min(index_, items_ - 1) / per_tile_];
   }
 
   const GroupedGemm& args_;
+  int row_blocks_;
   int per_tile_;
   int items_;
   int index_;  // of next_
+  int pair_;   // 1: in clusters of two
   RowTile next_ = {};
 };
 
@@ -180,38 +198,14 @@ const __device__ __forceinline__ uint8_t* records_of(const GroupedGemm& args, co
          (int64_t{item.row_block} * (args.k / kSpan) + item.first_span) * kRecordBytes;
 }
 
-// One thread copies weights and tokens of all items.
+// Of the compiled widths, the first that `rows` fit in.
 template <int kMaxWidth>
-__device__ __forceinline__ void copy_stages(const GroupedGemm& args,
-                                            const Shared<kMaxWidth>& shared) {
-  using S = Shape<kMaxWidth>;
-  constexpr int kBoxBytes = S::kBoxRows * 128;
-  Ring<S::kStages> stage;
-  for (ItemLoop<S::kSpans> loop(args); !loop.done();) {
-    const Item item = loop.take();
-    const uint8_t* records = records_of(args, item);
-    // The last box may hold rows of other experts, or zeros: they only reach columns nobody reads.
-    const int boxes = (item.tile.rows + S::kBoxRows - 1) / S::kBoxRows;
-    for (int span = item.first_span; span < item.end_span; span += S::kSpans) {
-      const int spans = min(S::kSpans, item.end_span - span);
-      uint64_t* full = shared.full + stage.index;
-      ptx::mbarrier_wait(shared.empty + stage.index, stage.parity ^ 1);
-      ptx::mbarrier_arrive_expect(full, spans * (kRecordBytes + boxes * kBoxBytes));
-      ptx::bulk_copy(shared.record(stage.index, 0), records, spans * kRecordBytes, full);
-      records += spans * kRecordBytes;
-      for (int s = 0; s < spans; ++s) {
-        uint8_t* x = shared.x(stage.index, s);
-        for (int box = 0; box < boxes; ++box) {
-          ptx::tensor_copy(x + box * kBoxBytes,
-                           &args.x,
-                           (span + s) * kSpan,
-                           item.tile.first_row + box * S::kBoxRows,
-                           full);
-        }
-      }
-      stage.advance();
-    }
-  }
+__device__ __forceinline__ int width_index(int rows) {
+  int index = 0;
+#pragma unroll
+  for (int i = 0; i + 1 < num_widths<kMaxWidth>(); ++i)
+    index += rows > tile_width<kMaxWidth>(i) ? 1 : 0;
+  return index;
 }
 
 // Brings the weights of this block's first items into the L2 cache while the predecessor runs.
@@ -219,7 +213,7 @@ template <int kMaxWidth>
 __device__ __forceinline__ void prefetch_first_items(const GroupedGemm& args) {
   using S = Shape<kMaxWidth>;
   int budget = S::kStages * S::kSpans * kRecordBytes;
-  for (ItemLoop<S::kSpans> loop(args); !loop.done() && budget > 0;) {
+  for (ItemLoop<kMaxWidth> loop(args); !loop.done() && budget > 0;) {
     const Item item = loop.take();
     const int bytes = min(budget, (item.end_span - item.first_span) * kRecordBytes);
     ptx::prefetch_to_l2(records_of(args, item), bytes);
@@ -227,32 +221,84 @@ __device__ __forceinline__ void prefetch_first_items(const GroupedGemm& args) {
   }
 }
 
-// A warp gives the consumers what they need beside the operands.
+// Weights and tokens of an item, by one thread.
 template <int kMaxWidth>
-__device__ __forceinline__ void announce_items(const GroupedGemm& args,
-                                               const Shared<kMaxWidth>& shared,
-                                               int lane) {
+__device__ __forceinline__ void copy_operands(const GroupedGemm& args,
+                                              const Shared<kMaxWidth>& shared,
+                                              const Item& item,
+                                              Ring<Shape<kMaxWidth>::kStages>& stage) {
   using S = Shape<kMaxWidth>;
+  constexpr int kHalf = S::kSpans / 2;
+  const uint8_t* records = records_of(args, item);
+  // A tile is as wide as its box: the last rows may be other experts', or zeros, and only reach
+  // columns nobody reads. So may the last spans, which nobody multiplies.
+  const int index = width_index<kMaxWidth>(item.tile.rows);
+  const int width = tile_width<kMaxWidth>(index);
+  const int half_bytes = kHalf * width * kXRowBytes;
+  for (int span = item.first_span; span < item.end_span; span += S::kSpans) {
+    const int record_bytes = min(S::kSpans, item.end_span - span) * kRecordBytes;
+    uint64_t* full = shared.full + stage.index;
+    ptx::mbarrier_wait(shared.empty + stage.index, stage.parity ^ 1);
+    ptx::mbarrier_arrive_expect(full, record_bytes + 2 * half_bytes);
+    ptx::bulk_copy(shared.record(stage.index, 0), records, record_bytes, full);
+    records += record_bytes;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      uint8_t* to = shared.x(stage.index, 0, width) + half * half_bytes;
+      const int first_span = span + half * kHalf;
+      if (!item.same_tokens) {
+        ptx::tensor_copy(to, &args.x.of_width[index], 0, item.tile.first_row, first_span, full);
+      } else if (half == static_cast<int>(blockIdx.x % 2)) {
+        ptx::tensor_copy_to_both(
+            to, &args.x.of_width[index], 0, item.tile.first_row, first_span, full);
+      }
+    }
+    stage.advance();
+  }
+}
+
+// What the consumers need of an item beside its operands, by a warp that waits for nothing.
+template <int kMaxWidth>
+__device__ __forceinline__ void announce(const GroupedGemm& args,
+                                         const Shared<kMaxWidth>& shared,
+                                         const Item& item,
+                                         int slot,
+                                         int lane) {
+  const RowTile& tile = item.tile;
+  ConsumerItem* to = shared.items + slot;
+  for (int i = lane; args.row_scale != nullptr && i < tile.rows; i += 32)
+    ptx::async_copy4(shared.row_scale + slot * kMaxWidth + i, args.row_scale + tile.first_row + i);
+  if (lane == 0) {
+    to->rows = tile.rows;
+    to->stored_rows = item.surplus ? 0 : tile.rows;
+    to->first_row = tile.first_row;
+    to->row_block = item.row_block;
+    to->split = item.split;
+    to->first_span = item.first_span;
+    to->end_span = item.end_span;
+    if (args.up_alpha != nullptr) ptx::async_copy4(&to->up_alpha, args.up_alpha + tile.expert);
+    if (args.gate_alpha != nullptr) {
+      ptx::async_copy4(&to->gate_alpha, args.gate_alpha + tile.expert);
+    }
+    ptx::mbarrier_arrive(shared.item_full + slot);
+  }
+  ptx::mbarrier_arrive_after_copies(shared.item_full + slot);
+}
+
+// A warp fetches all items, as far ahead of the consumers as the rings go.
+template <int kMaxWidth>
+__device__ __forceinline__ void produce(const GroupedGemm& args,
+                                        const Shared<kMaxWidth>& shared,
+                                        int lane) {
+  using S = Shape<kMaxWidth>;
+  Ring<S::kStages> stage;
   Ring<S::kItems> slot;
-  for (ItemLoop<S::kSpans> loop(args); !loop.done();) {
+  for (ItemLoop<kMaxWidth> loop(args); !loop.done();) {
     const Item item = loop.take();
     ptx::mbarrier_wait(shared.item_empty + slot.index, slot.parity ^ 1);
-    for (int i = lane; args.row_scale != nullptr && i < item.tile.rows; i += 32)
-      shared.row_scale[slot.index * kMaxWidth + i] = args.row_scale[item.tile.first_row + i];
-    if (lane == 0) {
-      const auto alpha = [&](const float* of) {
-        return of == nullptr ? 0.0F : of[item.tile.expert];
-      };
-      shared.items[slot.index] = {item.tile.rows,
-                                  item.tile.first_row,
-                                  item.row_block,
-                                  item.split,
-                                  item.first_span,
-                                  item.end_span,
-                                  alpha(args.up_alpha),
-                                  alpha(args.gate_alpha)};
-    }
-    ptx::mbarrier_arrive(shared.item_full + slot.index);
+    announce(args, shared, item, slot.index, lane);
+    if (lane == 0) copy_operands(args, shared, item, stage);
+    __syncwarp();
     slot.advance();
   }
 }
@@ -272,9 +318,7 @@ __device__ __forceinline__ Packed load_packed(const uint8_t* record, int slab, i
 }
 
 // 8 codes and the scales of their two rows -> the four registers of a wgmma operand.
-__device__ __forceinline__ void expand(uint32_t word, uint32_t scale_pair, uint32_t (&a)[4]) {
-  const __half2 scales(
-      __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(scale_pair), __NV_E4M3));
+__device__ __forceinline__ void expand(uint32_t word, __half2 scales, uint32_t (&a)[4]) {
   const __half2 upper = __low2half2(scales);
   const __half2 lower = __high2half2(scales);
   const auto times = [](uint32_t codes, __half2 scale) {
@@ -291,10 +335,9 @@ __device__ __forceinline__ void expand(uint32_t word, uint32_t scale_pair, uint3
 template <int kFirst, int kSteps>
 __device__ __forceinline__ void expand(const Packed& packed, uint32_t (&a)[kSteps][4]) {
   const uint32_t words[4] = {packed.words.x, packed.words.y, packed.words.z, packed.words.w};
-  const uint32_t scales[4] = {packed.scales.x & 0xFFFFU,
-                              packed.scales.x >> 16,
-                              packed.scales.y & 0xFFFFU,
-                              packed.scales.y >> 16};
+  __half2 scales[4];
+  ptx::e4m3_to_half(packed.scales.x, scales[0], scales[1]);
+  ptx::e4m3_to_half(packed.scales.y, scales[2], scales[3]);
 #pragma unroll
   for (int i = 0; i < kSteps; ++i)
     expand(words[kFirst + i], scales[kFirst + i], a[i]);
@@ -303,18 +346,18 @@ __device__ __forceinline__ void expand(const Packed& packed, uint32_t (&a)[kStep
 template <int kWidth, int kFirst, int kSteps>
 __device__ __forceinline__ void multiply(float (&sums)[kWidth / 2],
                                          const uint32_t (&a)[kSteps][4],
-                                         const uint8_t* x) {
-  const uint64_t b = ptx::operand_descriptor(ptx::shared_address(x));
+                                         uint64_t x) {
   ptx::wgmma_fence();
 #pragma unroll
   for (int i = 0; i < kSteps; ++i)
-    Wgmma<kWidth>::multiply(sums, a[i], b + 2 * (kFirst + i));
+    Wgmma<kWidth>::multiply(sums, a[i], x + ptx::operand_offset(16 * 2 * (kFirst + i)));
   ptx::wgmma_commit();
 }
 
 // Sums over the spans of an item.
 template <int kWidth, int kMaxWidth>
 __device__ __forceinline__ void accumulate(const Shared<kMaxWidth>& shared,
+                                           int cluster_blocks,
                                            const ConsumerItem& item,
                                            Ring<Shape<kMaxWidth>::kStages>& stage,
                                            float (&sums)[kWidth / 2]) {
@@ -326,11 +369,36 @@ __device__ __forceinline__ void accumulate(const Shared<kMaxWidth>& shared,
   uint32_t a[2][kSteps][4];
   int previous = -1;
   const auto release = [&](int index) {
-    if (index >= 0 && lane == 0) ptx::mbarrier_arrive(shared.empty + index);
+    if (index < 0) return;
+    if constexpr (S::kClusterBlocks == 1) {
+      if (lane == 0) ptx::mbarrier_arrive(shared.empty + index);
+    } else if (lane < cluster_blocks) {
+      ptx::mbarrier_arrive_at(shared.empty + index, lane);
+    }
   };
 #pragma unroll
   for (int i = 0; i < kWidth / 2; ++i)
     sums[i] = 0;
+
+  // Expands and multiplies a span while the one before it is multiplied.
+  const auto add_span = [&](const Packed& packed, uint64_t x, auto odd, bool first) {
+    if constexpr (kSteps == 4) {
+      expand<0>(packed, a[odd()]);
+      multiply<kWidth, 0>(sums, a[odd()], x);
+      ptx::wgmma_wait<1>();
+      if (first) release(previous);
+    } else {
+      expand<0>(packed, a[0]);
+      multiply<kWidth, 0>(sums, a[0], x);
+      ptx::wgmma_wait<1>();
+      if (first) release(previous);
+      expand<2>(packed, a[1]);
+      multiply<kWidth, 2>(sums, a[1], x);
+      ptx::wgmma_wait<1>();
+    }
+  };
+  constexpr std::integral_constant<int, 0> kEven;
+  constexpr std::integral_constant<int, 1> kOdd;
 
   int span = item.first_span;
   for (; span + S::kSpans <= item.end_span; span += S::kSpans) {
@@ -339,41 +407,22 @@ __device__ __forceinline__ void accumulate(const Shared<kMaxWidth>& shared,
 #pragma unroll
     for (int s = 0; s < S::kSpans; ++s)
       packed[s] = load_packed(shared.record(stage.index, s), slab, lane);
+    const uint64_t x = ptx::operand_descriptor(shared.x(stage.index, 0, kWidth));
 #pragma unroll
-    for (int s = 0; s < S::kSpans; ++s) {
-      const uint8_t* x = shared.x(stage.index, s);
-      if constexpr (kSteps == 4) {
-        expand<0>(packed[s], a[s % 2]);
-        multiply<kWidth, 0>(sums, a[s % 2], x);
-        ptx::wgmma_wait<1>();
-        if (s == 0) release(previous);
-      } else {
-        expand<0>(packed[s], a[0]);
-        multiply<kWidth, 0>(sums, a[0], x);
-        ptx::wgmma_wait<1>();
-        if (s == 0) release(previous);
-        expand<2>(packed[s], a[1]);
-        multiply<kWidth, 2>(sums, a[1], x);
-        ptx::wgmma_wait<1>();
-      }
+    for (int s = 0; s < S::kSpans; s += 2) {
+      add_span(packed[s], x + ptx::operand_offset(s * kWidth * kXRowBytes), kEven, s == 0);
+      add_span(packed[s + 1], x + ptx::operand_offset((s + 1) * kWidth * kXRowBytes), kOdd, false);
     }
     previous = stage.index;
     stage.advance();
   }
   if (span < item.end_span) {  // a stage that is not full
     ptx::mbarrier_wait(shared.full + stage.index, stage.parity);
-    ptx::wgmma_wait<0>();
-    release(previous);
+    uint64_t x = ptx::operand_descriptor(shared.x(stage.index, 0, kWidth));
     for (int s = 0; span + s < item.end_span; ++s) {
-      const Packed packed = load_packed(shared.record(stage.index, s), slab, lane);
-      const uint8_t* x = shared.x(stage.index, s);
-      expand<0>(packed, a[0]);
-      multiply<kWidth, 0>(sums, a[0], x);
-      if constexpr (kSteps == 2) {
-        expand<2>(packed, a[1]);
-        multiply<kWidth, 2>(sums, a[1], x);
-      }
-      ptx::wgmma_wait<0>();
+      if constexpr (kSteps == 4) ptx::wgmma_wait<0>();  // a[0] may be in use
+      add_span(load_packed(shared.record(stage.index, s), slab, lane), x, kEven, s == 0);
+      x += ptx::operand_offset(kWidth * kXRowBytes);
     }
     previous = stage.index;
     stage.advance();
@@ -407,7 +456,7 @@ __device__ __forceinline__ void store(const GroupedGemm& args,
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int token = 8 * j + lane % 4 * 2 + i;
-        if (token < item.rows) {
+        if (token < item.stored_rows) {
           out[token * args.fragment_rows] = __fmul_rn(sums[4 * j + i], kUnscale);
           out[token * args.fragment_rows + 8] = __fmul_rn(sums[4 * j + 2 + i], kUnscale);
         }
@@ -443,7 +492,7 @@ __device__ __forceinline__ void store(const GroupedGemm& args,
         }
       }
       const uint32_t first = ptx::transpose8x8(pack_bf16(upper[0], upper[1]));
-      const bool valid = 8 * j + lane / 4 < item.rows;
+      const bool valid = 8 * j + lane / 4 < item.stored_rows;
       if constexpr (kGated) {
         if (valid) *reinterpret_cast<uint32_t*>(out) = first;
       } else {
@@ -459,30 +508,34 @@ __device__ __forceinline__ void store(const GroupedGemm& args,
 template <Epilogue kEpilogue, int kMaxWidth, int kAt = 0>
 __device__ __forceinline__ void run_item(const GroupedGemm& args,
                                          const Shared<kMaxWidth>& shared,
+                                         int cluster_blocks,
                                          const ConsumerItem& item,
                                          const float* row_scale,
                                          Ring<Shape<kMaxWidth>::kStages>& stage) {
-  constexpr int kWidth = kTileWidths<kMaxWidth>[kAt];
+  constexpr int kWidth = tile_width<kMaxWidth>(kAt);
   if constexpr (kWidth < kMaxWidth) {
     if (item.rows > kWidth) {
-      return run_item<kEpilogue, kMaxWidth, kAt + 1>(args, shared, item, row_scale, stage);
+      return run_item<kEpilogue, kMaxWidth, kAt + 1>(
+          args, shared, cluster_blocks, item, row_scale, stage);
     }
   }
   float sums[kWidth / 2];
-  accumulate<kWidth, kMaxWidth>(shared, item, stage, sums);
+  accumulate<kWidth, kMaxWidth>(shared, cluster_blocks, item, stage, sums);
   store<kEpilogue, kWidth>(args, item, row_scale, sums);
 }
 
 template <Epilogue kEpilogue, int kMaxWidth>
-__device__ __forceinline__ void consume(const GroupedGemm& args, const Shared<kMaxWidth>& shared) {
+__device__ __forceinline__ void consume(const GroupedGemm& args,
+                                        const Shared<kMaxWidth>& shared,
+                                        int cluster_blocks) {
   using S = Shape<kMaxWidth>;
   Ring<S::kStages> stage;
   Ring<S::kItems> slot;
-  for (ItemLoop<S::kSpans> loop(args); !loop.done(); loop.advance()) {
+  for (ItemLoop<kMaxWidth> loop(args); !loop.done(); loop.advance()) {
     ptx::mbarrier_wait(shared.item_full + slot.index, slot.parity);
     const ConsumerItem item = shared.items[slot.index];
     run_item<kEpilogue, kMaxWidth>(
-        args, shared, item, shared.row_scale + slot.index * kMaxWidth, stage);
+        args, shared, cluster_blocks, item, shared.row_scale + slot.index * kMaxWidth, stage);
     __syncwarp();
     if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(shared.item_empty + slot.index);
     slot.advance();
@@ -490,40 +543,44 @@ __device__ __forceinline__ void consume(const GroupedGemm& args, const Shared<kM
 }
 
 template <Epilogue kEpilogue, int kMaxWidth>
-__global__ void __launch_bounds__(kThreads, Shape<kMaxWidth>::kBlocks)
+__global__ void __launch_bounds__(Shape<kMaxWidth>::kThreads, Shape<kMaxWidth>::kBlocks)
     grouped_gemm_kernel(const __grid_constant__ GroupedGemm args) {
   using S = Shape<kMaxWidth>;
   extern __shared__ uint8_t raw[];
   const Shared<kMaxWidth> shared(raw);
+  const int cluster_blocks = S::kClusterBlocks == 1 ? 1 : ptx::cluster_blocks();
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::kStages; ++i) {
       ptx::mbarrier_init(shared.full + i, 1);
-      ptx::mbarrier_init(shared.empty + i, kConsumerWarps);
+      ptx::mbarrier_init(shared.empty + i, kConsumerWarps * cluster_blocks);
     }
     for (int i = 0; i < S::kItems; ++i) {
-      ptx::mbarrier_init(shared.item_full + i, 32);
+      ptx::mbarrier_init(shared.item_full + i, 33);
       ptx::mbarrier_init(shared.item_empty + i, kConsumerWarps);
     }
     ptx::fence_mbarrier_init();
   }
-  __syncthreads();
+  if (cluster_blocks > 1) {
+    ptx::cluster_sync();
+  } else {
+    __syncthreads();
+  }
   ptx::allow_successor();
   if (args.prefetch_weights && threadIdx.x == kConsumerThreads) {
     prefetch_first_items<kMaxWidth>(args);
   }
   ptx::wait_for_predecessor();
-  if (threadIdx.x >= kConsumerThreads) {
-    ptx::give_registers<S::kProducerRegisters>();
-    const int thread = static_cast<int>(threadIdx.x) - kConsumerThreads;
-    if (thread == 0) {
-      copy_stages<kMaxWidth>(args, shared);
-    } else if (thread / 32 == 1) {
-      announce_items<kMaxWidth>(args, shared, thread % 32);
+  if (ptx::warp_index() >= kConsumerWarps) {
+    if constexpr (S::kBlocks == 1) ptx::give_registers<40>();
+    if (ptx::warp_index() == kConsumerWarps) {
+      produce(args, shared, static_cast<int>(threadIdx.x) % 32);
     }
   } else {
-    ptx::take_registers<S::kConsumerRegisters>();
-    consume<kEpilogue, kMaxWidth>(args, shared);
+    if constexpr (S::kBlocks == 1) ptx::take_registers<232>();
+    consume<kEpilogue>(args, shared, cluster_blocks);
   }
+  // The other block may still have copies or arrivals under way to here.
+  if (cluster_blocks > 1) ptx::cluster_sync();
 }
 
 // --- host ---
@@ -548,7 +605,9 @@ GemmVariant variant() {
   GemmVariant v;
   v.max_width = kMaxWidth;
   v.stage_k = Shape<kMaxWidth>::kSpans * kSpan;
-  v.box_rows = Shape<kMaxWidth>::kBoxRows;
+  v.num_widths = num_widths<kMaxWidth>();
+  for (int i = 0; i < v.num_widths; ++i)
+    v.widths[i] = tile_width<kMaxWidth>(i);
   v.configure = [] {
     for (Epilogue epilogue :
          {Epilogue::kSquaredRelu, Epilogue::kSwiGlu, Epilogue::kScale, Epilogue::kPartial}) {
@@ -563,11 +622,15 @@ GemmVariant variant() {
                 Epilogue epilogue,
                 int multiprocessors,
                 const LaunchOptions& options) {
+    using S = Shape<kMaxWidth>;
+    LaunchOptions clustered = options;
+    clustered.cluster_blocks = args.splits == 1 ? S::kClusterBlocks : 1;
+    const int blocks = multiprocessors * S::kBlocks;
     return launch(kernel_of<kMaxWidth>(epilogue),
-                  static_cast<unsigned>(multiprocessors * Shape<kMaxWidth>::kBlocks),
-                  kThreads,
-                  Shape<kMaxWidth>::kBlockBytes,
-                  options,
+                  static_cast<unsigned>(blocks - blocks % S::kClusterBlocks),
+                  S::kThreads,
+                  S::kBlockBytes,
+                  clustered,
                   args);
   };
   return v;

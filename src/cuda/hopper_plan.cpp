@@ -24,7 +24,7 @@ constexpr double kSplitCost = 0.25;
 // A width that nearly every expert's tokens fit in, when experts are equally likely.
 const GemmVariant& choose_variant(double tokens_per_expert, int64_t rows) {
   const double wanted =
-      std::min(static_cast<double>(rows), tokens_per_expert + 3 * std::sqrt(tokens_per_expert));
+      std::min(static_cast<double>(rows), tokens_per_expert + 2.5 * std::sqrt(tokens_per_expert));
   for (const GemmVariant* variant : kGemmVariants) {
     if (wanted <= variant->max_width) return *variant;
   }

@@ -1,6 +1,8 @@
 // The PTX instructions that the kernels need and CUDA C++ does not name.
 #pragma once
 
+#include <cuda_fp16.h>
+
 #include <cstdint>
 
 namespace hexpert::cuda::ptx {
@@ -42,6 +44,16 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity
 
 // --- copies from global to shared memory ---
 
+// 4 bytes, by this thread.
+__device__ __forceinline__ void async_copy4(void* to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from)
+               : "memory");
+}
+// Arrives when all async_copy4() of this thread so far have.
+__device__ __forceinline__ void mbarrier_arrive_after_copies(uint64_t* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier))
+               : "memory");
+}
 // `bytes` contiguous bytes, both ends aligned to 16.
 __device__ __forceinline__ void bulk_copy(void* to,
                                           const void* from,
@@ -58,16 +70,55 @@ __device__ __forceinline__ void bulk_copy(void* to,
 __device__ __forceinline__ void prefetch_to_l2(const void* from, int bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
-// A box of a two-dimensional tensor, from element (x, y) on.
+// A box of a three-dimensional tensor, from element (x, y, z) on.
 __device__ __forceinline__ void tensor_copy(
-    void* to, const void* tensor_map, int x, int y, uint64_t* barrier) {
+    void* to, const void* tensor_map, int x, int y, int z, uint64_t* barrier) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
-      "[%0], [%1, {%3, %4}], [%2];" ::"r"(shared_address(to)),
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5}], [%2];" ::"r"(shared_address(to)),
       "l"(tensor_map),
       "r"(shared_address(barrier)),
       "r"(x),
-      "r"(y)
+      "r"(y),
+      "r"(z)
+      : "memory");
+}
+// The same to both blocks of a cluster, where `to` and `barrier` are at the same place in each.
+__device__ __forceinline__ void tensor_copy_to_both(
+    void* to, const void* tensor_map, int x, int y, int z, uint64_t* barrier) {
+  constexpr uint16_t kBoth = 3;
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(shared_address(to)),
+      "l"(tensor_map),
+      "r"(shared_address(barrier)),
+      "r"(x),
+      "r"(y),
+      "r"(z),
+      "h"(kBoth)
+      : "memory");
+}
+
+// --- clusters ---
+
+__device__ __forceinline__ int cluster_blocks() {
+  int blocks;
+  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(blocks));
+  return blocks;
+}
+// All threads of the cluster that have not exited.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+}
+// Arrives at the barrier of the cluster's block `rank`.
+__device__ __forceinline__ void mbarrier_arrive_at(uint64_t* barrier, int rank) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 there;\n"
+      "mapa.shared::cluster.u32 there, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [there];\n"
+      "}" ::"r"(shared_address(barrier)),
+      "r"(rank)
       : "memory");
 }
 
@@ -84,13 +135,18 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 // K-major operand in shared memory: rows of 128 bytes, 128-byte swizzle, groups of 8 rows 1024 bytes
-// apart. Adding 2 moves on by 16 FP16 values.
-__device__ __forceinline__ uint64_t operand_descriptor(uint32_t shared) {
+// apart.
+__device__ __forceinline__ uint64_t operand_descriptor(const void* shared) {
   constexpr uint64_t kLeadingOffset = uint64_t{1} << 16;  // unused with this swizzle
   constexpr uint64_t kStrideOffset = uint64_t{1024 / 16} << 32;
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
-  return ((shared & 0x3FFFF) >> 4) | kLeadingOffset | kStrideOffset | kSwizzle128;
+  return ((shared_address(shared) & 0x3FFFF) >> 4) | kLeadingOffset | kStrideOffset | kSwizzle128;
 }
+// To be added to a descriptor: moves on by so many bytes.
+__device__ __forceinline__ constexpr uint64_t operand_offset(int bytes) {
+  return static_cast<uint64_t>(bytes / 16);
+}
+
 // --- registers ---
 
 template <int kRegisters>
@@ -107,12 +163,27 @@ __device__ __forceinline__ int thread_index() {
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
   return index;
 }
+// Of the block, known to be the same in all lanes: code that depends on it stays converged.
+__device__ __forceinline__ int warp_index() {
+  return __shfl_sync(0xFFFFFFFFU, static_cast<int>(threadIdx.x) / 32, 0);
+}
 // Transposes an 8x8 matrix of 16-bit values held by a warp: lane l has row l / 4, columns
 // 2 (l % 4) and the next.
 __device__ __forceinline__ uint32_t transpose8x8(uint32_t pair) {
   uint32_t transposed;
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(pair));
   return transposed;
+}
+// Four E4M3 values, the first lowest, to FP16.
+__device__ __forceinline__ void e4m3_to_half(uint32_t four, __half2& low, __half2& high) {
+  asm("{\n"
+      ".reg .b16 first, second;\n"
+      "mov.b32 {first, second}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, first;\n"
+      "cvt.rn.f16x2.e4m3x2 %1, second;\n"
+      "}"
+      : "=r"(reinterpret_cast<uint32_t&>(low)), "=r"(reinterpret_cast<uint32_t&>(high))
+      : "r"(four));
 }
 // (a & mask) | b
 __device__ __forceinline__ uint32_t and_or(uint32_t a, uint32_t mask, uint32_t b) {
