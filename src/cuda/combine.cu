@@ -54,7 +54,9 @@ __device__ __forceinline__ Columns load_partial(const Combine& args, int64_t row
   return y;
 }
 
-template <bool kPartial>
+// With few tokens time is latency, and the rows of kAhead slots are fetched together; with many it is
+// bandwidth, and more threads do more than fetching ahead.
+template <bool kPartial, int kAhead>
 __global__ void __launch_bounds__(kThreads) combine_kernel(const Combine args) {
   ptx::allow_successor();
   ptx::wait_for_predecessor();
@@ -64,16 +66,29 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const Combine args) {
   float sum[kColumns] = {};
   const int32_t* rows = args.expanded_to_permuted + token * args.top_k;
   const float* probabilities = args.probabilities + token * args.top_k;
-#pragma unroll 4
-  for (int64_t slot = 0; slot < args.top_k; ++slot) {
-    const int64_t row = rows[slot];
-    if (row < 0) continue;
-    const Columns y = kPartial ? load_partial(args, row, col)
-                               : load_bf16(args.route_output + row * args.route_cols + col);
-    const float probability = probabilities[slot];
+  for (int64_t first = 0; first < args.top_k; first += kAhead) {
+    int64_t row[kAhead];
+    Columns y[kAhead];
+    float probability[kAhead];
 #pragma unroll
-    for (int i = 0; i < kColumns; ++i)
-      sum[i] = __fmaf_rn(probability, y.values[i], sum[i]);
+    for (int i = 0; i < kAhead; ++i) {
+      const bool exists = first + i < args.top_k;
+      row[i] = exists ? rows[first + i] : -1;
+      probability[i] = exists ? probabilities[first + i] : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      if (row[i] < 0) continue;
+      y[i] = kPartial ? load_partial(args, row[i], col)
+                      : load_bf16(args.route_output + row[i] * args.route_cols + col);
+    }
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      if (row[i] < 0) continue;
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c)
+        sum[c] = __fmaf_rn(probability[i], y[i].values[c], sum[c]);
+    }
   }
 
   const int64_t at = token * args.cols + col;
@@ -111,7 +126,9 @@ cudaError_t combine(const Combine& args, const LaunchOptions& options) {
   const dim3 grid(
       static_cast<unsigned>(args.rows),
       static_cast<unsigned>((args.cols + kThreads * kColumns - 1) / (kThreads * kColumns)));
-  auto* kernel = args.partial.splits > 0 ? combine_kernel<true> : combine_kernel<false>;
+  const bool few = args.rows <= 256;
+  auto* kernel = few ? combine_kernel<false, 8> : combine_kernel<false, 1>;
+  if (args.partial.splits > 0) kernel = combine_kernel<true, 4>;
   return launch(kernel, grid, kThreads, 0, options, args);
 }
 

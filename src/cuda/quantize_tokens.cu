@@ -1,68 +1,79 @@
 #include "cuda/launch.hpp"
-#include "cuda/launch_options.hpp"
 #include "cuda/ptx.cuh"
 #include "cuda/quantize_rows.cuh"
 
 namespace hexpert::cuda {
 namespace {
 
+// Half block `half` of token `row`; zeros past its end.
+__device__ __forceinline__ HalfBlock load_token(const QuantizeTokens& args,
+                                                int64_t row,
+                                                int half,
+                                                bool aligned) {
+  const uint16_t* source = args.source + row * args.source_stride;
+  const int64_t first = int64_t{kHalfBlock} * half;
+  if (aligned && first + kHalfBlock <= args.cols) {
+    const auto v = *reinterpret_cast<const uint4*>(source + first);
+    return {v.x, v.y, v.z, v.w};
+  }
+  HalfBlock x;
+#pragma unroll
+  for (int i = 0; i < kHalfBlock / 2; ++i) {
+    const int64_t col = first + 2 * i;
+    const uint32_t even = col < args.cols ? source[col] : 0;
+    const uint32_t odd = col + 1 < args.cols ? source[col + 1] : 0;
+    x.pairs[i] = even | odd << 16;
+  }
+  return x;
+}
+bool aligned_to_16(const QuantizeTokens& args) {
+  return reinterpret_cast<uintptr_t>(args.source) % 16 == 0 && args.source_stride % 8 == 0;
+}
+
+QuantizedRows rows_of(const QuantizeTokens& args) {
+  QuantizedRows out;
+  out.cols = args.padded_cols;
+  out.codes = args.codes;
+  out.block_scales = args.block_scales;
+  out.token_scale = args.token_scale;
+  out.operand = args.operand;
+  out.num_copies = static_cast<int>(args.top_k);
+  out.copy_scale = args.route_scale;
+  return out;
+}
+
 template <int kWarps>
 __global__ void __launch_bounds__(kQuantizeThreads)
     quantize_tokens_kernel(const QuantizeTokens args, const QuantizedRows out, bool aligned) {
   ptx::allow_successor();
-  constexpr int kRows = kQuantizeThreads / (32 * kWarps);
-  int64_t row = int64_t{blockIdx.x} * kRows + threadIdx.x / (32 * kWarps);
+  int64_t row = row_of_thread<kWarps>(blockIdx.x);
   if (row >= args.rows) row = -1;
-  const uint16_t* source = args.source + row * args.source_stride;
-  const auto load = [&](int block) {
-    Block x;
-    const int64_t first = int64_t{16} * block;
-    if (aligned && first + 16 <= args.cols) {
-      const auto* from = reinterpret_cast<const uint4*>(source + first);
-      const uint4 low = from[0];
-      const uint4 high = from[1];
-      return Block{low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-    }
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const int64_t col = first + 2 * i;
-      const uint32_t even = col < args.cols ? source[col] : 0;
-      const uint32_t odd = col + 1 < args.cols ? source[col + 1] : 0;
-      x.pairs[i] = even | odd << 16;
-    }
-    return x;
-  };
-  // The tokens were there before the predecessor, which says where their copies go.
-  quantize_row<kWarps>(row, out, load, [] { ptx::wait_for_predecessor(); });
+  quantize_row<kWarps>(
+      row,
+      out,
+      [&](int half) { return load_token(args, row, half, aligned); },
+      [&]() -> const int32_t* {
+        // The tokens were there before the predecessor, which says where their copies go.
+        ptx::wait_for_predecessor();
+        const int32_t* copies = args.expanded_to_permuted;
+        return copies == nullptr || row < 0 ? nullptr : copies + row * args.top_k;
+      });
 }
 
 }  // namespace
 
 cudaError_t quantize_tokens(const QuantizeTokens& args, const LaunchOptions& options) {
   if (args.rows == 0) return cudaSuccess;
-  const QuantizedRows out = {args.padded_cols,
-                             args.codes,
-                             args.block_scales,
-                             args.token_scale,
-                             args.operand,
-                             args.expanded_to_permuted,
-                             static_cast<int>(args.top_k),
-                             args.route_scale};
-  const bool aligned =
-      reinterpret_cast<uintptr_t>(args.source) % 16 == 0 && args.source_stride % 8 == 0;
-  const auto run = [&](auto kernel, int warps) {
-    const int64_t rows = kQuantizeThreads / (32 * warps);
-    const auto grid = static_cast<unsigned>((args.rows + rows - 1) / rows);
-    return launch(kernel, grid, kQuantizeThreads, 0, options, args, out, aligned);
-  };
-  switch (warps_per_row(args.padded_cols)) {
-    case 1:
-      return run(quantize_tokens_kernel<1>, 1);
-    case 2:
-      return run(quantize_tokens_kernel<2>, 2);
-    default:
-      return run(quantize_tokens_kernel<4>, 4);
-  }
+  return with_warps_per_row(args.padded_cols, [&](auto warps) {
+    return launch(quantize_tokens_kernel<warps()>,
+                  blocks_for_rows<warps()>(args.rows),
+                  kQuantizeThreads,
+                  0,
+                  options,
+                  args,
+                  rows_of(args),
+                  aligned_to_16(args));
+  });
 }
 
 cudaError_t quantize_tokens(const QuantizeTokens& args, cudaStream_t stream) {

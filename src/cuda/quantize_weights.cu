@@ -8,7 +8,6 @@ namespace fragments = layout::sm90_fragments;
 
 constexpr int kThreads = 256;
 constexpr int kSpans = 4;  // records a block makes: 128 rows x 256 k
-constexpr int kBlocks = kSpans * 4;
 constexpr int kRows = static_cast<int>(fragments::kTileRows);
 
 // Row of the source matrix that goes to a fragment row, or -1 for padding.
@@ -45,6 +44,8 @@ __global__ void __launch_bounds__(kThreads) amax_kernel(const QuantizeWeights ar
   if (threadIdx.x % 32 == 0) atomicMax(args.amax + blockIdx.y, amax);
 }
 
+using Block = Values<8>;
+
 // 16 values of a source row; zeros past its end.
 __device__ __forceinline__ Block load_block(const QuantizeWeights& args,
                                             const uint16_t* row,
@@ -67,35 +68,41 @@ __device__ __forceinline__ Block load_block(const QuantizeWeights& args,
   return x;
 }
 
-// A code at its place in a half-word.
-__device__ __forceinline__ uint32_t place(uint32_t code, int sign, int magnitude) {
-  return (code >> 3 & 1) << sign | (code & 7) << magnitude;
-}
-
-// The word of one thread from two codes each of rows g and g + 8, at k = 2t and k = 2t + 8.
+// The word of one thread from two codes each of rows g and g + 8, at k = 2t and k = 2t + 8: their
+// bits where spread_codes() puts them, and moved to where there is room.
 __device__ __forceinline__ uint32_t fragment_word(uint32_t upper,
                                                   uint32_t upper_8,
                                                   uint32_t lower,
                                                   uint32_t lower_8) {
-  uint32_t word = 0;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int shift = 4 * half;
-    word |= (place(upper >> shift, 15, 9) | place(lower >> shift, 12, 6) |
-             place(upper_8 >> shift, 14, 3) | place(lower_8 >> shift, 13, 0))
-            << (16 * half);
-  }
-  return word;
+  constexpr uint32_t kSigns = 0x80008000U;
+  constexpr uint32_t kMagnitudes = 0x0E000E00U;
+  return upper | lower >> 3 | (upper_8 & kSigns) >> 1 | (upper_8 & kMagnitudes) >> 6 |
+         (lower_8 & kSigns) >> 2 | (lower_8 & kMagnitudes) >> 9;
 }
 
-__global__ void __launch_bounds__(kThreads)
+// Lane t of four gives words[i] to lane i, which has it as words[t].
+__device__ __forceinline__ void transpose4x4(uint32_t (&words)[4], int t) {
+#pragma unroll
+  for (int distance = 1; distance < 4; distance *= 2) {
+    const bool upper = (t & distance) != 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if ((i & distance) != 0) continue;
+      // Lanes without the bit keep the word without it and trade the other.
+      uint32_t& low = words[i];
+      uint32_t& high = words[i + distance];
+      const uint32_t got = __shfl_xor_sync(0xFFFFFFFFU, upper ? low : high, distance);
+      (upper ? low : high) = got;
+    }
+  }
+}
+
+// A warp makes the fragments of 16 rows: lane 4g + t quantizes rows g and g + 8 of block t of a span.
+__global__ void __launch_bounds__(kThreads, 4)
     quantize_weights_kernel(const QuantizeWeights args, bool aligned) {
-  // Rows are padded so that eight of them lie in different banks.
-  __shared__ uint2 codes[kRows][kBlocks + 1];
-  __shared__ alignas(4) uint8_t scales[kRows][kBlocks + 4];
-  const int64_t expert = blockIdx.z;
-  const int64_t first_row = int64_t{blockIdx.y} * kRows;
-  const int64_t first_col = int64_t{blockIdx.x} * kSpans * fragments::kSpan;
+  // Last first: what amax_kernel read at its end is still in the L2 cache.
+  const int64_t expert = args.experts - 1 - blockIdx.z;
+  const int64_t tile_row = int64_t{blockIdx.y} * kRows;
   const int64_t source_rows = args.rows * (args.gated ? 2 : 1);
   const uint16_t* source = args.source + expert * source_rows * args.cols;
   const OuterScale outer = matrix_scale(static_cast<uint16_t>(args.amax[expert]));
@@ -103,52 +110,42 @@ __global__ void __launch_bounds__(kThreads)
     args.alpha[expert] = outer.stored;
     if (args.gate_alpha != nullptr) args.gate_alpha[expert] = outer.stored;
   }
-
-#pragma unroll 2
-  for (int i = static_cast<int>(threadIdx.x); i < kRows * kBlocks; i += kThreads) {
-    const int row = i / kBlocks;
-    const int block = i % kBlocks;
-    const int64_t from = source_row(args, first_row + row);
-    QuantizedBlock q = {0, 0, outer.poisoned ? kE4M3Nan : uint8_t{0}};
-    if (from >= 0) {
-      q = quantize_block(
-          load_block(args, source + from * args.cols, first_col + 16 * block, aligned), outer);
-    }
-    codes[row][block] = {q.low_codes, q.high_codes};
-    scales[row][block] = q.scale;
-  }
-  __syncthreads();
-
   const int64_t bytes = fragments::matrix_bytes(args.fragment_rows, args.fragment_cols);
-  uint8_t* out = args.fragments + expert * bytes +
-                 fragments::record_offset(first_row, first_col, args.fragment_cols);
-  const int64_t left = (args.fragment_cols - first_col) / fragments::kSpan;
-  const int spans = left < kSpans ? static_cast<int>(left) : kSpans;
   const int slab = static_cast<int>(threadIdx.x) / 32;
-  const int g = static_cast<int>(threadIdx.x) % 32 / 4;
-  const int t = static_cast<int>(threadIdx.x) % 4;
-  for (int span = 0; span < spans; ++span) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int t = lane % 4;
+  int64_t rows[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+    rows[i] = source_row(args, tile_row + fragments::kSlabRows * slab + lane / 4 + 8 * i);
+
+  const int64_t first_col = int64_t{blockIdx.x} * kSpans * fragments::kSpan;
+  const int64_t end_col = min(first_col + kSpans * fragments::kSpan, args.fragment_cols);
+  for (int64_t col = first_col; col < end_col; col += fragments::kSpan) {
+    Block spread[2];
+    uint32_t scales = 0;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      Block x = {};
+      if (rows[i] >= 0 && !outer.poisoned) {
+        x = load_block(args, source + rows[i] * args.cols, col + 16 * t, aligned);
+      }
+      const BlockScale scale = block_scale(larger_half(amax_of_halves(x)), outer);
+      scales |= uint32_t{scale.code} << (8 * i);
+      spread[i] = spread_codes(quantize_values(x, scale.encode));
+    }
     uint32_t words[4];
 #pragma unroll
-    for (int kk = 0; kk < 4; ++kk) {
-      const uint2 upper = codes[16 * slab + g][4 * span + kk];
-      const uint2 lower = codes[16 * slab + g + 8][4 * span + kk];
-      words[kk] = fragment_word(
-          upper.x >> (8 * t), upper.y >> (8 * t), lower.x >> (8 * t), lower.y >> (8 * t));
+    for (int i = 0; i < 4; ++i) {
+      words[i] = fragment_word(
+          spread[0].pairs[i], spread[0].pairs[i + 4], spread[1].pairs[i], spread[1].pairs[i + 4]);
     }
-    uint8_t* record = out + span * fragments::kRecordBytes;
+    transpose4x4(words, t);
+    uint8_t* record = args.fragments + expert * bytes +
+                      fragments::record_offset(tile_row, col, args.fragment_cols);
     reinterpret_cast<uint4*>(record)[threadIdx.x] = {words[0], words[1], words[2], words[3]};
-  }
-  // Scales of rows g and g + 8 alternate. A thread has four blocks of both.
-  static_assert(kThreads == kSpans * kRows / 2);
-  const int span = static_cast<int>(threadIdx.x) / 64;
-  const int row = static_cast<int>(threadIdx.x) % 64 / 8 * 16 + static_cast<int>(threadIdx.x) % 8;
-  if (span < spans) {
-    const auto upper = *reinterpret_cast<const uint32_t*>(&scales[row][4 * span]);
-    const auto lower = *reinterpret_cast<const uint32_t*>(&scales[row + 8][4 * span]);
-    uint8_t* record = out + span * fragments::kRecordBytes + fragments::kScalesAt;
-    reinterpret_cast<uint2*>(record)[threadIdx.x % 64] = {__byte_perm(upper, lower, 0x5140),
-                                                          __byte_perm(upper, lower, 0x7362)};
+    reinterpret_cast<uint16_t*>(record + fragments::kScalesAt)[threadIdx.x] =
+        static_cast<uint16_t>(scales);
   }
 }
 

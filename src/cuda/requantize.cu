@@ -11,53 +11,68 @@ namespace {
 namespace fragments = layout::sm90_fragments;
 
 template <int kWarps>
-__device__ __forceinline__ int64_t row_of_thread(const Requantize& args) {
-  constexpr int kRows = kQuantizeThreads / (32 * kWarps);
-  const int64_t row = int64_t{blockIdx.x} * kRows + threadIdx.x / (32 * kWarps);
+__device__ __forceinline__ int64_t route_of_thread(const Requantize& args) {
+  const int64_t row = row_of_thread<kWarps>(blockIdx.x);
   return row < *args.num_routes ? row : -1;
 }
+struct InPlace {
+  const __device__ int32_t* operator()() const { return nullptr; }
+};
 
 template <int kWarps>
 __global__ void __launch_bounds__(kQuantizeThreads)
     requantize_kernel(const Requantize args, const QuantizedRows out) {
   ptx::allow_successor();
   ptx::wait_for_predecessor();
-  const int64_t row = row_of_thread<kWarps>(args);
+  const int64_t row = route_of_thread<kWarps>(args);
   quantize_row<kWarps>(
       row,
       out,
-      [&](int block) {
-        const auto* from = reinterpret_cast<const uint4*>(args.rows + row * args.cols + 16 * block);
-        const uint4 low = from[0];
-        const uint4 high = from[1];
-        return Block{low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+      [&](int half) {
+        const auto v = reinterpret_cast<const uint4*>(args.rows + row * args.cols)[half];
+        return HalfBlock{v.x, v.y, v.z, v.w};
       },
-      [] {});
+      InPlace{});
 }
 
-// 16 consecutive sums of a row, the splits added in ascending order.
-__device__ __forceinline__ void add_splits(const Requantize& args, int64_t at, float (&sums)[16]) {
+struct Sums {
+  float4 low;   // four consecutive rows
+  float4 high;  // and those 8 rows on
+};
+
+__device__ __forceinline__ float4 add(float4 a, float4 b) {
+  return {__fadd_rn(a.x, b.x), __fadd_rn(a.y, b.y), __fadd_rn(a.z, b.z), __fadd_rn(a.w, b.w)};
+}
+
+// The splits added in ascending order.
+__device__ __forceinline__ Sums add_splits(const Requantize& args, int64_t at) {
   const int64_t stride = args.max_routes * args.partial.fc1_rows;
+  Sums sums = {};
   for (int s = 0; s < args.partial.splits; ++s) {
-    const auto* from = reinterpret_cast<const float4*>(args.partial.sums + s * stride + at);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float4 v = from[i];
-      const float add[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-      for (int j = 0; j < 4; ++j)
-        sums[4 * i + j] = s == 0 ? add[j] : __fadd_rn(sums[4 * i + j], add[j]);
-    }
+    const float* from = args.partial.sums + s * stride + at;
+    const float4 low = *reinterpret_cast<const float4*>(from);
+    const float4 high = *reinterpret_cast<const float4*>(from + 8);
+    sums = s == 0 ? Sums{low, high} : Sums{add(sums.low, low), add(sums.high, high)};
   }
+  return sums;
 }
 
-template <int kWarps, bool kGated>
+// Out of line: it is long and rarely used.
+__device__ __noinline__ float activate_otherwise(const Activation& activation,
+                                                 float up,
+                                                 float gate) {
+  return static_cast<float>(activate(activation, up, gate));
+}
+
+enum class Activated : uint8_t { kSquaredRelu, kSwiGlu, kOther };
+
+template <int kWarps, Activated kKind>
 __global__ void __launch_bounds__(kQuantizeThreads)
     activate_and_requantize_kernel(const Requantize args, const QuantizedRows out) {
   ptx::allow_successor();
   ptx::wait_for_predecessor();
   const Requantize::Partial& partial = args.partial;
-  const int64_t row = row_of_thread<kWarps>(args);
+  const int64_t row = route_of_thread<kWarps>(args);
   float up_scale = 0;
   float gate_scale = 0;
   if (row >= 0) {
@@ -69,76 +84,67 @@ __global__ void __launch_bounds__(kQuantizeThreads)
   const auto activated = [&](float up, float gate) {
     const float u = __fmul_rn(up, up_scale);
     const float g = __fmul_rn(gate, gate_scale);
-    if (!kGated) return bf16_from_f32(squared_relu(u));
-    if (partial.activation.type == ActivationType::kSwiGlu) return bf16_from_f32(swiglu(g, u));
-    return bf16_from_f32(static_cast<float>(activate(partial.activation, u, g)));
+    if (kKind == Activated::kSquaredRelu) return bf16_from_f32(squared_relu(u));
+    if (kKind == Activated::kSwiGlu) return bf16_from_f32(swiglu(g, u));
+    return bf16_from_f32(activate_otherwise(partial.activation, u, g));
+  };
+  const auto pair = [&](float2 up, float2 gate) {
+    return activated(up.x, gate.x) | static_cast<uint32_t>(activated(up.y, gate.y)) << 16;
   };
   quantize_row<kWarps>(
       row,
       out,
-      [&](int block) {
-        Block x;
-        float sums[16];
-        if (kGated) {
-      // A slab is up and gate of eight features.
+      [&](int half) {
+        HalfBlock x;
+        const int64_t first = row * partial.fc1_rows;
+        if (kKind != Activated::kSquaredRelu) {
 #pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            add_splits(args, row * partial.fc1_rows + 32 * block + 16 * half, sums);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-              x.pairs[4 * half + i] =
-                  activated(sums[2 * i], sums[2 * i + 8]) |
-                  static_cast<uint32_t>(activated(sums[2 * i + 1], sums[2 * i + 9])) << 16;
-            }
+          for (int i = 0; i < 2; ++i) {  // of a slab, low is up and high is gate
+            const Sums s = add_splits(args, first + fragments::kSlabRows * half + 4 * i);
+            x.pairs[2 * i] = pair({s.low.x, s.low.y}, {s.high.x, s.high.y});
+            x.pairs[2 * i + 1] = pair({s.low.z, s.low.w}, {s.high.z, s.high.w});
           }
         } else {
-          add_splits(args, row * partial.fc1_rows + 16 * block, sums);
-#pragma unroll
-          for (int i = 0; i < 8; ++i) {
-            const uint16_t even = activated(sums[fragments::fragment_row(2 * i)], 0);
-            const uint16_t odd = activated(sums[fragments::fragment_row(2 * i + 1)], 0);
-            x.pairs[i] = even | static_cast<uint32_t>(odd) << 16;
-          }
+          const Sums s = add_splits(args, first + fragments::fragment_row(kHalfBlock * half));
+          x.pairs[0] = pair({s.low.x, s.low.y}, {});
+          x.pairs[1] = pair({s.high.x, s.high.y}, {});
+          x.pairs[2] = pair({s.low.z, s.low.w}, {});
+          x.pairs[3] = pair({s.high.z, s.high.w}, {});
         }
         if (partial.intermediate != nullptr) {
-          auto* to = reinterpret_cast<uint4*>(partial.intermediate + row * args.cols + 16 * block);
-          to[0] = {x.pairs[0], x.pairs[1], x.pairs[2], x.pairs[3]};
-          to[1] = {x.pairs[4], x.pairs[5], x.pairs[6], x.pairs[7]};
+          store_half(partial.intermediate + row * args.cols, half, x);
         }
         return x;
       },
-      [] {});
+      InPlace{});
 }
 
-template <int kWarps>
-cudaError_t run(const Requantize& args, const LaunchOptions& options) {
+}  // namespace
+
+cudaError_t requantize(const Requantize& args, const LaunchOptions& options) {
   QuantizedRows out;
   out.cols = args.cols;
   out.codes = args.codes;
   out.block_scales = args.block_scales;
   out.token_scale = args.token_scale;
   out.operand = args.rows;
-  constexpr int64_t kRows = kQuantizeThreads / (32 * kWarps);
-  const auto grid = static_cast<unsigned>((args.max_routes + kRows - 1) / kRows);
-  auto* kernel = requantize_kernel<kWarps>;
-  if (args.partial.splits > 0) {
-    kernel = is_gated(args.partial.activation.type) ? activate_and_requantize_kernel<kWarps, true>
-                                                    : activate_and_requantize_kernel<kWarps, false>;
-  }
-  return launch(kernel, grid, kQuantizeThreads, 0, options, args, out);
-}
-
-}  // namespace
-
-cudaError_t requantize(const Requantize& args, const LaunchOptions& options) {
-  switch (warps_per_row(args.cols)) {
-    case 1:
-      return run<1>(args, options);
-    case 2:
-      return run<2>(args, options);
-    default:
-      return run<4>(args, options);
-  }
+  return with_warps_per_row(args.cols, [&](auto warps) {
+    auto* kernel = requantize_kernel<warps()>;
+    if (args.partial.splits > 0) {
+      switch (args.partial.activation.type) {
+        case ActivationType::kSquaredRelu:
+          kernel = activate_and_requantize_kernel<warps(), Activated::kSquaredRelu>;
+          break;
+        case ActivationType::kSwiGlu:
+          kernel = activate_and_requantize_kernel<warps(), Activated::kSwiGlu>;
+          break;
+        default:
+          kernel = activate_and_requantize_kernel<warps(), Activated::kOther>;
+      }
+    }
+    const unsigned blocks = blocks_for_rows<warps()>(args.max_routes);
+    return launch(kernel, blocks, kQuantizeThreads, 0, options, args, out);
+  });
 }
 
 }  // namespace hexpert::cuda
