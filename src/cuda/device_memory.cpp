@@ -71,6 +71,12 @@ Result<std::unique_ptr<Memory>> allocate_memory(int64_t bytes, const Device& dev
 Status check_memory(std::string_view name, const void* data, const Device& device) {
   cudaPointerAttributes attributes{};
   HX_RETURN_IF_ERROR(check(cudaPointerGetAttributes(&attributes, data), name));
+  if (attributes.type == cudaMemoryTypeUnregistered) {
+    // A thread that has not used the device yet is told so of all memory.
+    const CurrentDevice current(device);
+    HX_RETURN_IF_ERROR(check(cudaSetDevice(device.index), to_string(device)));
+    HX_RETURN_IF_ERROR(check(cudaPointerGetAttributes(&attributes, data), name));
+  }
   if (attributes.type == cudaMemoryTypeUnregistered || attributes.devicePointer == nullptr) {
     return {ErrorCode::kDeviceMismatch,
             fmt::format(

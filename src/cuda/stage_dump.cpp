@@ -44,10 +44,15 @@ Status DeviceDump::begin() {
   return {};
 }
 
+// Rows past the routes are never written, nor read here.
 Status DeviceDump::after_fc1(bool partial) {
-  if (args_.dump == nullptr || partial) return {};
-  const auto bytes =
-      static_cast<size_t>(args_.rows * args_.problem->top_k * w_.intermediate) * sizeof(uint16_t);
+  if (args_.dump == nullptr) return {};
+  HX_RETURN_IF_ERROR(check(cudaStreamSynchronize(to_cuda(args_.stream)), "fc1"));
+  const auto routes = download(work_.routes.num_routes, 1);
+  if (!routes.ok()) return routes.status();
+  routes_ = routes->front();
+  if (partial) return {};
+  const auto bytes = static_cast<size_t>(routes_ * w_.intermediate) * sizeof(uint16_t);
   return check(cudaMemcpyAsync(
                    intermediate_, work_.h, bytes, cudaMemcpyDeviceToDevice, to_cuda(args_.stream)),
                "dump");
@@ -64,11 +69,11 @@ Status DeviceDump::end(bool partial) {
   const auto x_scales = download(x_block_scales_, args_.rows * w_.hidden / 16);
   const auto x_token_scale = download(work_.x_token_scale, args_.rows);
   const auto permuted = download(work_.routes.expanded_to_permuted, slots);
-  const auto intermediate = download(intermediate_, slots * w_.intermediate);
-  const auto h_codes = download(h_codes_, slots * w_.intermediate / 2);
-  const auto h_scales = download(h_block_scales_, slots * w_.intermediate / 16);
-  const auto h_token_scale = download(work_.h_token_scale, slots);
-  const auto route_output = download(route_output_, slots * w_.fc2_rows);
+  const auto intermediate = download(intermediate_, routes_ * w_.intermediate);
+  const auto h_codes = download(h_codes_, routes_ * w_.intermediate / 2);
+  const auto h_scales = download(h_block_scales_, routes_ * w_.intermediate / 16);
+  const auto h_token_scale = download(work_.h_token_scale, routes_);
+  const auto route_output = download(route_output_, routes_ * w_.fc2_rows);
   for (const Status& status : {x_codes.status(),
                                x_scales.status(),
                                x_token_scale.status(),

@@ -35,6 +35,7 @@ class DeviceDump {
   Device device_;
   const FragmentWeights& w_;
   const HopperWorkspace& work_;
+  int64_t routes_ = 0;  // permuted rows in use
   std::unique_ptr<Memory> memory_;
   uint8_t* x_codes_ = nullptr;
   uint8_t* x_block_scales_ = nullptr;
