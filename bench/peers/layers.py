@@ -142,7 +142,7 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 
 
 class HummingWeights:
-    """Random NVFP4 checkpoints in the layout of ModelOpt, turned into Humming's own: any code, block scales around 1."""
+    """Random NVFP4 checkpoints in the layout of ModelOpt, transformed by Humming: any code, block scales around 1."""
 
     bits_per_weight = 4.5
 
