@@ -8,8 +8,8 @@ ALIGNMENT = 64  # bytes: more than any kernel asks for
 def new(like, shape, dtype, zeroed):
     """An array beside `like`: same framework, same device.
 
-    dtype is "uint8", "float32" or "like": the element type of `like`. jax arrays cannot be written,
-    so what stands beside them is a numpy array, which `finish` turns into one.
+    dtype is "uint8", "float32" or "like": the element type of `like`. What stands beside a jax array on
+    the CPU is a numpy array, which `finish` turns into one.
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(like, torch.Tensor):
@@ -19,7 +19,12 @@ def new(like, shape, dtype, zeroed):
     cupy = sys.modules.get("cupy")
     if cupy is not None and isinstance(like, cupy.ndarray):
         make = cupy.zeros if zeroed else cupy.empty
-        return make(shape, like.dtype if dtype == "like" else dtype)
+        with like.device:
+            return make(shape, like.dtype if dtype == "like" else dtype)
+    jax = sys.modules.get("jax")
+    if jax is not None and isinstance(like, jax.Array) and next(iter(like.devices())).platform != "cpu":
+        # Nobody else has it yet, so it may be written.
+        return jax.numpy.zeros(shape, like.dtype if dtype == "like" else dtype, device=like.device)
     import numpy
 
     kind = _numpy_dtype(numpy, like) if dtype == "like" else numpy.dtype(dtype)

@@ -3,12 +3,14 @@
 #include <fmt/format.h>
 #include <nanobind/stl/string.h>
 
+#include <algorithm>
 #include <cstring>
 #include <optional>
 #include <string_view>
 #include <utility>
 #include <vector>
 
+#include "backend/backend.hpp"
 #include "capi/dlpack_view.hpp"
 
 namespace hexpert::python {
@@ -160,16 +162,16 @@ void bind_exceptions(nb::module_& m) {
   m.attr("UnsupportedError") = nb::handle(unsupported_error);
 }
 
-Array::Array(nb::handle object, const char* name, const char* wanted)
+Array::Array(nb::handle object, const char* name, const char* wanted, Stream consumer)
     : object_(object), name_(name), wanted_(wanted) {
   const TypeInfo info = info_of(object);
   framework_ = info.framework;
   if (framework_ == Framework::kTorch) {
     if (info.exchange == nullptr || !take_exchange(*info.exchange)) take_torch();
-  } else if (framework_ == Framework::kNumpy) {
-    take_numpy();
+  } else if (framework_ == Framework::kNumpy || framework_ == Framework::kCupy) {
+    take_interface();
   } else if (info.is_array) {
-    take_dlpack();
+    take_dlpack(consumer);
   } else {
     throw nb::type_error(fmt::format("{}: expected an array of {} (numpy, torch, or any with "
                                      "__dlpack__), got {}",
@@ -214,9 +216,13 @@ void Array::wrong_dtype(const std::string& given) const {
   raise({ErrorCode::kInvalidDtype, fmt::format("{}: expected {}, got {}", name_, wanted_, given)});
 }
 
-void Array::take_numpy() {
+// numpy's array interface, and cupy's with addresses on the device.
+void Array::take_interface() {
   const nb::object dtype = object_.attr("dtype");
-  const nb::dict interface = object_.attr("__array_interface__");
+  const bool on_device = framework_ == Framework::kCupy;
+  const nb::dict interface =
+      object_.attr(on_device ? "__cuda_array_interface__" : "__array_interface__");
+  if (on_device) view_.device = Device::cuda(nb::cast<int>(object_.attr("device").attr("id")));
   const auto name = nb::cast<std::string>(dtype.attr("name"));
   const auto order = nb::cast<std::string>(interface["typestr"]);
   const nb::tuple shape = interface["shape"];
@@ -235,7 +241,7 @@ void Array::take_numpy() {
            fmt::format("{}: expected rank 0..{}, got {}", name_, kMaxRank, nb::len(shape))});
   }
   view_.rank = static_cast<int>(nb::len(shape));
-  const nb::object strides = interface["strides"];
+  const nb::object strides = interface.get("strides", nb::none());
   int64_t packed = 1;
   for (int i = view_.rank - 1; i >= 0; --i) {
     view_.shape[i] = nb::cast<int64_t>(shape[static_cast<size_t>(i)]);
@@ -313,12 +319,11 @@ nb::object Array::export_capsule(const nb::dict& arguments) const {
   return {};
 }
 
-void Array::take_dlpack() {
+void Array::take_dlpack(Stream consumer) {
   const nb::object device = object_.attr("__dlpack_device__")();
   nb::dict arguments;
   if (nb::cast<int>(device[0]) == kDLCUDA) {
-    view_.device = Device::cuda(nb::cast<int>(device[1]));
-    const auto stream = reinterpret_cast<uintptr_t>(stream_of(*this, nb::none()).handle);
+    const auto stream = reinterpret_cast<uintptr_t>(consumer.handle);
     arguments["stream"] = stream == 0 ? 1 : stream;  // DLPack spells the default stream 1
   }
   const nb::object capsule = export_capsule(arguments);
@@ -357,12 +362,17 @@ Device parse_device(nb::handle device) {
          fmt::format("device: expected \"cpu\", \"cuda\" or \"cuda:N\", got {}", text)});
 }
 
-Stream stream_of(const Array& array, nb::handle given) {
-  if (!given.is_none()) return {reinterpret_cast<void*>(nb::cast<uintptr_t>(given))};
-  if (array.view().device.type != DeviceType::kCuda) return {};
+Stream stream_given(nb::handle stream) {
+  if (stream.is_none()) return {};
+  return {reinterpret_cast<void*>(nb::cast<uintptr_t>(stream))};
+}
+
+Stream stream_of(const Array& array, nb::handle given, const Device& device) {
+  if (!given.is_none()) return stream_given(given);
+  if (device.type != DeviceType::kCuda) return {};
   if (array.exchange() != nullptr) {
     void* current = nullptr;
-    if (array.exchange()->current_work_stream(kDLCUDA, array.view().device.index, &current) != 0) {
+    if (array.exchange()->current_work_stream(kDLCUDA, device.index, &current) != 0) {
       throw nb::python_error();
     }
     return {current};
@@ -370,14 +380,23 @@ Stream stream_of(const Array& array, nb::handle given) {
   nb::object stream;
   if (array.framework() == Framework::kTorch) {
     const nb::handle torch = loaded_module("torch");
-    stream =
-        torch.attr("cuda").attr("current_stream")(array.view().device.index).attr("cuda_stream");
+    stream = torch.attr("cuda").attr("current_stream")(device.index).attr("cuda_stream");
   } else if (array.framework() == Framework::kCupy) {
     stream = loaded_module("cupy").attr("cuda").attr("get_current_stream")().attr("ptr");
   } else {
     return {};
   }
   return {reinterpret_cast<void*>(nb::cast<uintptr_t>(stream))};
+}
+
+Status wait_if_needed(std::initializer_list<const Array*> arrays,
+                      Stream stream,
+                      const Device& device) {
+  if (std::none_of(arrays.begin(), arrays.end(), [](const Array* a) { return a->must_wait(); }))
+    return Status::success();
+  const Result<const Backend*> backend = find_backend("", device);
+  if (!backend.ok()) return backend.status();
+  return (*backend)->synchronize(stream, device);
 }
 
 nb::object new_array(nb::handle like,

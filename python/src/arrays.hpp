@@ -36,22 +36,28 @@ class Array {
  public:
   // `name` is the argument's, `wanted` its accepted element types: "bf16", "i32 or i64". Raises
   // TypeError for what is no array or has another element type, ValueError for an unknown device.
-  // uint16 is taken as the bits of BF16 where `wanted` says bf16.
-  Array(nb::handle object, const char* name, const char* wanted);
+  // uint16 of numpy and cupy is taken as the bits of BF16 where `wanted` says bf16. An exporter of DLPack
+  // makes the memory ready for `consumer`, the stream it will be used on; without one for the default
+  // stream.
+  Array(nb::handle object, const char* name, const char* wanted, Stream consumer = {});
 
   const TensorView& view() const { return view_; }
   // The view of an argument that will be written: ValueError for read-only memory.
   const TensorView& writable() const;
   Framework framework() const { return framework_; }
+  // Does its framework not know that a stream still works on its memory? Then a call waits.
+  bool must_wait() const {
+    return framework_ == Framework::kOther && view_.device.type == DeviceType::kCuda;
+  }
   // torch's DLPack functions, or null.
   const DLPackExchangeAPI* exchange() const { return exchange_; }
   nb::handle object() const { return object_; }
 
  private:
-  void take_numpy();
+  void take_interface();
   bool take_exchange(const DLPackExchangeAPI& exchange);
   void take_torch();
-  void take_dlpack();
+  void take_dlpack(Stream consumer);
   nb::object export_capsule(const nb::dict& arguments) const;
   void check_dtype() const;
   [[noreturn]] void wrong_dtype(const std::string& given) const;
@@ -69,9 +75,19 @@ class Array {
 // "cpu", "cuda", "cuda:1" or a torch.device.
 Device parse_device(nb::handle device);
 
-// The stream that work on `array` belongs to: `given` if not None, else the current one of the
+// A cudaStream_t as int; the default stream for None.
+Stream stream_given(nb::handle stream);
+// The stream that work on `device` belongs to: `given` if not None, else the current one of the
 // framework that owns the array. Null on the CPU.
-Stream stream_of(const Array& array, nb::handle given);
+Stream stream_of(const Array& array, nb::handle given, const Device& device);
+inline Stream stream_of(const Array& array, nb::handle given) {
+  return stream_of(array, given, array.view().device);
+}
+// Waits until a GPU has done what was enqueued, when one of the arrays asks for that. Without the
+// interpreter lock.
+Status wait_if_needed(std::initializer_list<const Array*> arrays,
+                      Stream stream,
+                      const Device& device);
 
 // A new array of the framework and device of `like`. `dtype` is "uint8", "float32" or "like".
 nb::object new_array(nb::handle like,

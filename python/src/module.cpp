@@ -117,7 +117,7 @@ nb::tuple quantize(const char* name,
                    QuantizeOptions options,
                    bool per_row,
                    nb::handle stream) {
-  const Array input(x, name, "bf16");
+  const Array input(x, name, "bf16", stream_given(stream));
   options.stream = stream_of(input, stream);
   const TensorView& view = input.view();
   if (view.rank != 2) {
@@ -133,14 +133,18 @@ nb::tuple quantize(const char* name,
                        cols)});
   }
   const Quantized memory(x, out, view.shape[0], cols, per_row, layout);
-  const Array codes(memory.codes, "out[0]", "u8");
-  const Array scales(memory.block_scales, "out[1]", "u8 or e4m3");
-  const Array outer(memory.outer, "out[2]", "f32");
-  for (const Array* array : {&codes, &scales, &outer})
-    (void)array->writable();
+  const Array codes(memory.codes, "out[0]", "u8", options.stream);
+  const Array scales(memory.block_scales, "out[1]", "u8 or e4m3", options.stream);
+  const Array outer(memory.outer, "out[2]", "f32", options.stream);
+  for (const Array* array : {&codes, &scales, &outer}) {
+    if (!out.is_none()) (void)array->writable();
+  }
   const Nvfp4View to = nvfp4_of(codes, scales, outer, per_row, layout, view.device);
   without_gil([&] {
-    return per_row ? quantize_tokens(view, cols, to, options) : quantize_matrix(view, to, options);
+    const Status status =
+        per_row ? quantize_tokens(view, cols, to, options) : quantize_matrix(view, to, options);
+    if (!status.ok()) return status;
+    return wait_if_needed({&input, &codes, &scales, &outer}, options.stream, view.device);
   });
   return memory.finished(x);
 }

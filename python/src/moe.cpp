@@ -32,9 +32,10 @@ nb::object forward(Layer& self,
                    std::optional<int64_t> token_capacity,
                    bool use_bounded_rows,
                    nb::handle stream) {
-  const Array hidden(hidden_states, "hidden_states", "bf16");
-  const Array routing(routing_map, "routing_map", "i32 or i64");
-  const Array weights(probabilities, "probabilities", "f32");
+  const Array hidden(hidden_states, "hidden_states", "bf16", stream_given(stream));
+  const Stream on = stream_of(hidden, stream);
+  const Array routing(routing_map, "routing_map", "i32 or i64", on);
+  const Array weights(probabilities, "probabilities", "f32", on);
   nb::object made;
   if (out.is_none()) {
     const TensorView& view = hidden.view();
@@ -49,9 +50,8 @@ nb::object forward(Layer& self,
   } else {
     made = nb::borrow(out);
   }
-  const Array result(made, "out", "bf16 or f32");
-  const TensorView target = result.writable();
-  const Stream on = stream_of(hidden, stream);
+  const Array result(made, "out", "bf16 or f32", on);
+  const TensorView target = out.is_none() ? result.view() : result.writable();
   MoeInputs inputs;
   inputs.hidden_states = hidden.view();
   inputs.routing_map = routing.view();
@@ -61,7 +61,9 @@ nb::object forward(Layer& self,
   without_gil([&] {
     const std::scoped_lock turn(*self.mutex);
     const std::shared_lock lock(self.weights->mutex);
-    return self.moe.forward(inputs, target, on);
+    const Status status = self.moe.forward(inputs, target, on);
+    if (!status.ok()) return status;
+    return wait_if_needed({&hidden, &routing, &weights, &result}, on, target.device);
   });
   return out.is_none() ? finish(hidden_states, made) : made;
 }

@@ -44,17 +44,17 @@ WeightsHandle prepare(nb::handle fc1_weight,
                       int num_threads,
                       nb::handle device,
                       nb::handle stream) {
-  const Array fc1(fc1_weight, "fc1_weight", "bf16");
-  const Array fc2(fc2_weight, "fc2_weight", "bf16");
+  const Array fc1(fc1_weight, "fc1_weight", "bf16", stream_given(stream));
+  const Array fc2(fc2_weight, "fc2_weight", "bf16", stream_given(stream));
   const Array& leader = leading(fc1, fc2);
-  const PrepareOptions options =
-      options_of(backend,
-                 refuse_nonfinite,
-                 num_threads,
-                 device.is_none() ? leader.view().device : parse_device(device),
-                 stream_of(leader, stream));
-  return handle_of(
-      without_gil([&] { return ExpertWeights::prepare(fc1.view(), fc2.view(), options); }));
+  const Device where = device.is_none() ? leader.view().device : parse_device(device);
+  const Stream on = stream_of(leader, stream, where);
+  const PrepareOptions options = options_of(backend, refuse_nonfinite, num_threads, where, on);
+  return handle_of(without_gil([&]() -> Result<ExpertWeights> {
+    Result<ExpertWeights> made = ExpertWeights::prepare(fc1.view(), fc2.view(), options);
+    if (made.ok()) HX_RETURN_IF_ERROR(wait_if_needed({&fc1, &fc2}, on, where));
+    return made;
+  }));
 }
 
 WeightsHandle load(nb::handle path,
@@ -77,12 +77,14 @@ void refresh(const WeightsHandle& self,
              nb::handle fc1_weight,
              nb::handle fc2_weight,
              nb::handle stream) {
-  const Array fc1(fc1_weight, "fc1_weight", "bf16");
-  const Array fc2(fc2_weight, "fc2_weight", "bf16");
-  const Stream on = stream_of(leading(fc1, fc2), stream);
+  const Array fc1(fc1_weight, "fc1_weight", "bf16", stream_given(stream));
+  const Array fc2(fc2_weight, "fc2_weight", "bf16", stream_given(stream));
+  const Device device = self.shared->weights.device();
+  const Stream on = stream_of(leading(fc1, fc2), stream, device);
   without_gil([&] {
     const std::unique_lock lock(self.shared->mutex);
-    return self.shared->weights.refresh(fc1.view(), fc2.view(), on);
+    const Status status = self.shared->weights.refresh(fc1.view(), fc2.view(), on);
+    return status.ok() ? wait_if_needed({&fc1, &fc2}, on, device) : status;
   });
 }
 
@@ -91,12 +93,14 @@ void set_expert(const WeightsHandle& self,
                 nb::handle fc1_weight,
                 nb::handle fc2_weight,
                 nb::handle stream) {
-  const Array fc1(fc1_weight, "fc1_weight", "bf16");
-  const Array fc2(fc2_weight, "fc2_weight", "bf16");
-  const Stream on = stream_of(leading(fc1, fc2), stream);
+  const Array fc1(fc1_weight, "fc1_weight", "bf16", stream_given(stream));
+  const Array fc2(fc2_weight, "fc2_weight", "bf16", stream_given(stream));
+  const Device device = self.shared->weights.device();
+  const Stream on = stream_of(leading(fc1, fc2), stream, device);
   without_gil([&] {
     const std::unique_lock lock(self.shared->mutex);
-    return self.shared->weights.set_expert(expert, fc1.view(), fc2.view(), on);
+    const Status status = self.shared->weights.set_expert(expert, fc1.view(), fc2.view(), on);
+    return status.ok() ? wait_if_needed({&fc1, &fc2}, on, device) : status;
   });
 }
 
@@ -363,9 +367,9 @@ Raises ValueError (no such file or layer, malformed file, non-finite weights), O
            "fc2_weight"_a.none(),
            nb::kw_only(),
            "stream"_a = nb::none(),
-           nb::sig(
-               "def set_expert(self, expert: int, fc1_weight: typing.Any, fc2_weight: typing.Any) "
-               "-> None"),
+           nb::sig("def set_expert(self, expert: int, fc1_weight: typing.Any, fc2_weight: "
+                   "typing.Any, *, "
+                   "stream: int | None = None) -> None"),
            "Quantizes one expert in place: [I or 2 I, H] and [H, I] bf16, packed.")
       .def(
           "export_canonical",

@@ -1,5 +1,6 @@
 """Golden vectors and arrays for the tests of the package."""
 
+import os
 import zlib
 from pathlib import Path
 
@@ -7,6 +8,9 @@ import numpy as np
 import pytest
 
 import hexpert
+
+# jax would take most of a GPU's memory for itself.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 GOLDEN = Path(__file__).parents[2] / "tests" / "golden"
 DTYPES = {

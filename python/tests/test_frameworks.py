@@ -42,14 +42,16 @@ def test_jax(layer):
     ml_dtypes = pytest.importorskip("ml_dtypes")
     plan = layer.plan()
     want = plan.forward(*layer.inputs)
-    x = jax.numpy.asarray(layer.hidden_states.view(ml_dtypes.bfloat16))
-    ids, p = jax.numpy.asarray(layer.routing_map), jax.numpy.asarray(layer.probabilities)
+    x, ids, p = (
+        jax.device_put(array, jax.devices("cpu")[0])
+        for array in (layer.hidden_states.view(ml_dtypes.bfloat16), *layer.inputs[1:])
+    )
     got = plan.forward(x, ids, p)
     assert isinstance(got, jax.Array) and got.dtype == jax.numpy.bfloat16
     assert np.array_equal(np.asarray(got).view(np.uint16), want)
     assert all(isinstance(a, jax.Array) for a in hexpert.quantize_tokens(x))
     with pytest.raises(ValueError, match="out: expected memory that may be written, got a read-only"):
-        plan.forward(x, ids, p, jax.numpy.zeros((6, 48), jax.numpy.float32))
+        plan.forward(x, ids, p, jax.numpy.zeros_like(x))
 
 
 class Exporter:
@@ -79,7 +81,6 @@ def test_any_exporter(layer, versioned):
     out.flags.writeable = False
     with pytest.raises((ValueError, TypeError), match="out: expected"):
         plan.forward(*layer.inputs, Exporter(out, versioned))
-
 
 
 def test_checkpoint():

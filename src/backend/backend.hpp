@@ -87,6 +87,8 @@ struct Backend {
                                                std::byte* workspace) = nullptr;
   // Is `data`, said to be memory of the device, reachable from it? kDeviceMismatch names `name`.
   Status (*check_memory)(std::string_view name, const void* data, const Device&) = nullptr;
+  // Waits for all that was enqueued on the stream.
+  Status (*synchronize)(Stream stream, const Device&) = nullptr;
   // quantize_tokens() of tensors on the device: arguments checked, linear scales, no option set.
   Status (*quantize_tokens)(const ConstTensorView& hidden_states,
                             const Nvfp4View& out,

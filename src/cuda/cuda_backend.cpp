@@ -87,6 +87,7 @@ const Backend cuda_sm90a_backend = {
     .allocate = allocate_memory,
     .plan = make_plan,
     .check_memory = check_memory,
+    .synchronize = synchronize,
     .quantize_tokens = quantize_tokens_on_device,
 };
 

@@ -92,6 +92,12 @@ Status check_memory(std::string_view name, const void* data, const Device& devic
   return {};
 }
 
+Status synchronize(Stream stream, const Device& device) {
+  const CurrentDevice current(device);
+  HX_RETURN_IF_ERROR(current.status());
+  return check(cudaStreamSynchronize(to_cuda(stream)), "synchronize");
+}
+
 void fail_allocation(int n) {
   until_failure = n;
 }

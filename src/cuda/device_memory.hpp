@@ -38,6 +38,9 @@ Result<std::unique_ptr<Memory>> allocate_memory(int64_t bytes, const Device& dev
 // Backend::check_memory: host memory that is mapped into the device passes too.
 Status check_memory(std::string_view name, const void* data, const Device& device);
 
+// Backend::synchronize.
+Status synchronize(Stream stream, const Device& device);
+
 // For tests: the n-th allocation from now on fails, once. 0: none does.
 void fail_allocation(int n);
 
