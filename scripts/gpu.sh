@@ -1,8 +1,11 @@
 #!/usr/bin/env bash
-# The Hopper backend on a GPU machine: tests, compute-sanitizer, benchmark.
+# The Hopper backend on a GPU machine: tests, compute-sanitizer, benchmark, the Python package.
 #   scripts/gpu.sh [test] [sanitize] [bench]     all three without an argument
+#   scripts/gpu.sh python                        the package: its tests, what a call costs, compute-sanitizer
 # Programs are taken from $HEXPERT_BIN (a directory with test_cuda and hexpert, carried there), else built
-# with the preset release. Results of the benchmark go to $HEXPERT_OUT (default: the current directory).
+# with the preset release. The package is $HEXPERT_WHEEL, else built; it is installed into a directory of its
+# own, for $HEXPERT_PYTHON (default: python3) with its torch and pytest, cupy and jax where it has them.
+# Results of the benchmark and logs of Python go to $HEXPERT_OUT (default: the current directory).
 #   HEXPERT_MODELS, HEXPERT_TOKENS, HEXPERT_ROUTINGS   what to measure, separated by spaces or commas
 #   HEXPERT_TEST_DATA   a copy of tests/golden, where the sources are not at their place
 # Exit code 77 where there is no GPU that the backend runs on.
@@ -16,23 +19,28 @@ routings=${HEXPERT_ROUTINGS:-uniform zipf one half-empty}
 export OMP_WAIT_POLICY=passive
 export HEXPERT_TEST_DATA=${HEXPERT_TEST_DATA:-$PWD/tests/golden}
 
-if [[ -n ${HEXPERT_BIN:-} ]]; then
-  test_cuda=$HEXPERT_BIN/test_cuda
-  hexpert=$HEXPERT_BIN/hexpert
-else
-  cmake --preset release -DHEXPERT_CUDA=ON
-  cmake --build --preset release --target test_cuda hexpert_cli
-  test_cuda=build/release/tests/test_cuda
-  hexpert=build/release/tools/hexpert
-fi
-
-"$hexpert" info
-if ! "$hexpert" info | grep -q 'cuda-sm90a *available'; then
-  echo "skipped: no GPU for cuda-sm90a"
+skip() {
+  echo "skipped: $1"
   exit 77
-fi
+}
+
+find_programs() {
+  if [[ -n ${hexpert:-} ]]; then return; fi
+  if [[ -n ${HEXPERT_BIN:-} ]]; then
+    test_cuda=$HEXPERT_BIN/test_cuda
+    hexpert=$HEXPERT_BIN/hexpert
+  else
+    cmake --preset release -DHEXPERT_CUDA=ON
+    cmake --build --preset release --target test_cuda hexpert_cli
+    test_cuda=build/release/tests/test_cuda
+    hexpert=build/release/tools/hexpert
+  fi
+  "$hexpert" info
+  if ! "$hexpert" info | grep -q 'cuda-sm90a *available'; then skip "no GPU for cuda-sm90a"; fi
+}
 
 run_tests() {
+  find_programs
   echo "== tests"
   "$test_cuda" --gtest_brief=1
   local model
@@ -45,9 +53,74 @@ run_tests() {
   fi
 }
 
+site=
+trap '[[ -z $site ]] || rm -rf "$site"' EXIT
+
+install_package() {
+  python=${HEXPERT_PYTHON:-python3}
+  site=$(mktemp -d)
+  export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH} PYTHONDONTWRITEBYTECODE=1
+  local pip=("$python" -m pip --quiet --disable-pip-version-check install --no-deps --target "$site")
+  if [[ -n ${HEXPERT_WHEEL:-} ]]; then
+    "${pip[@]}" --no-index "$HEXPERT_WHEEL"
+  else
+    "${pip[@]}" --config-settings=build-dir=build/python/gpu --config-settings=cmake.define.HEXPERT_CUDA=ON .
+  fi
+  "$python" - <<'END' || skip "no GPU for this package"
+import sys
+
+import hexpert
+
+print(hexpert.__version__, sys.version.split()[0], hexpert.list_backends())
+for name in ("torch", "cupy", "jax"):
+    try:
+        print(name, __import__(name).__version__)
+    except ImportError as error:
+        print(name, "is not there:", error)
+sys.exit(not any(b.available and b.device == "cuda" for b in hexpert.list_backends()))
+END
+}
+
+# All parts run, whatever one of them finds.
+run_python() {
+  install_package
+  local pytest=("$python" -m pytest -p no:cacheprovider -q -ra --durations=8) failed=()
+  if "$python" -c 'import pytest_timeout' 2>/dev/null; then pytest+=(--timeout=120); fi
+  echo "== Python package on the GPU"
+  "${pytest[@]}" python/tests/test_cuda*.py 2>&1 | tee "$out/python-cuda.log" || failed+=(cuda)
+  echo "== Python package: all other tests"
+  "${pytest[@]}" python/tests --ignore-glob='*/test_cuda*.py' 2>&1 | tee "$out/python.log" || failed+=(other)
+  echo "== compute-sanitizer memcheck of the Python package"
+  if command -v compute-sanitizer >/dev/null; then
+    # Without torch's cache every tensor is an allocation of its own, and what is read beside it shows.
+    # Graphs need the cache.
+    local subset='golden or test_layer or nothing_is_copied or bounded or current_stream or by_hand'
+    subset+=' or any_order or test_cupy or exporters'
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 sanitize "$subset and not graph" \
+      2>&1 | tee "$out/python-memcheck.log" || failed+=(memcheck)
+    sanitize 'graph_follows or refit_in_the_graph or megatron_refresh' \
+      2>&1 | tee "$out/python-memcheck-graphs.log" || failed+=(memcheck-graphs)
+  else
+    echo "compute-sanitizer not found: skipped"
+  fi
+  if [[ ${#failed[@]} -gt 0 ]]; then
+    echo "FAILED: ${failed[*]}"
+    return 1
+  fi
+}
+
+# Errors of API calls are not counted: torch, cupy and jax probe for what a device can do.
+sanitize() {
+  timeout "${HEXPERT_SANITIZE_SECONDS:-600}" compute-sanitizer --tool memcheck --error-exitcode 1 \
+    --print-limit 20 --report-api-errors no \
+    "$python" -m pytest -p no:cacheprovider -q python/tests/test_cuda.py \
+    python/tests/test_cuda_frameworks.py -k "$1" --deselect python/tests/test_cuda_frameworks.py::test_jax
+}
+
 # Small shapes: the tools are up to a hundred times slower. Every kernel, every tile width and both kinds of
 # sums are among them. racecheck sees shared memory only, initcheck global memory.
 run_sanitizer() {
+  find_programs
   if ! command -v compute-sanitizer >/dev/null; then
     echo "compute-sanitizer not found: skipped"
     return
@@ -65,6 +138,7 @@ run_sanitizer() {
 }
 
 run_bench() {
+  find_programs
   local arguments=(bench --backend cuda-sm90a --tokens "$tokens") model routing kinds=()
   for model in ${models//,/ }; do arguments+=(--model "$model"); done
   for routing in ${routings//,/ }; do kinds+=(--routing "$routing"); done
@@ -85,8 +159,9 @@ for part in "${@:-all}"; do
     test) run_tests ;;
     sanitize) run_sanitizer ;;
     bench) run_bench ;;
+    python) run_python ;;
     *)
-      echo "usage: scripts/gpu.sh [test] [sanitize] [bench]" >&2
+      echo "usage: scripts/gpu.sh [test] [sanitize] [bench] [python]" >&2
       exit 2
       ;;
   esac
