@@ -14,6 +14,7 @@ inline constexpr DLDataType kF32 = {kDLFloat, 32, 1};
 inline constexpr DLDataType kF64 = {kDLFloat, 64, 1};
 inline constexpr DLDataType kU8 = {kDLUInt, 8, 1};
 inline constexpr DLDataType kI32 = {kDLInt, 32, 1};
+inline constexpr DLDataType kI64 = {kDLInt, 64, 1};
 
 // A DLTensor with room for its shape and strides.
 struct Tensor {
@@ -21,10 +22,13 @@ struct Tensor {
   std::vector<int64_t> strides;
   DLTensor dl{};
 
-  Tensor(const void* data, DLDataType dtype, std::vector<int64_t> extents)
+  Tensor(const void* data,
+         DLDataType dtype,
+         std::vector<int64_t> extents,
+         DLDevice device = {kDLCPU, 0})
       : shape(std::move(extents)) {
     dl.data = const_cast<void*>(data);
-    dl.device = {kDLCPU, 0};
+    dl.device = device;
     dl.ndim = static_cast<int32_t>(shape.size());
     dl.dtype = dtype;
     dl.shape = shape.data();

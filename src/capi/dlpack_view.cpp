@@ -131,7 +131,17 @@ Result<TensorView> view_of(const char* name, const char* wanted, const DLTensor*
           fmt::format("{}: expected at most 2^58 elements, got {}", name, describe(*tensor)));
     }
   }
+  pack_if_empty(view);
   return view;
+}
+
+void pack_if_empty(TensorView& view) {
+  if (view.num_elements() != 0) return;
+  int64_t stride = 1;
+  for (int i = view.rank - 1; i >= 0; --i) {
+    view.strides[i] = stride;
+    stride *= view.shape[i];
+  }
 }
 
 }  // namespace hexpert

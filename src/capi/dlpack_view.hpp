@@ -25,4 +25,7 @@ Result<Device> device_of(const char* name, const DLDevice& device);
 // kInvalidDtype, kDeviceMismatch.
 Result<TensorView> view_of(const char* name, const char* wanted, const DLTensor* tensor);
 
+// A tensor without elements is packed, whatever its strides: numpy gives zeros there.
+void pack_if_empty(TensorView& view);
+
 }  // namespace hexpert
