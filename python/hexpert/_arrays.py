@@ -1,53 +1,60 @@
 """New arrays of the framework that an argument came from. Called by the extension module."""
 
+import math
 import sys
 
 ALIGNMENT = 64  # bytes: more than any kernel asks for
 
 
-def new(like, shape, dtype, zeroed):
-    """An array beside `like`: same framework, same device.
+def new(beside, shape, dtype):
+    """An array of the framework and device of `beside`, with undefined content. dtype: "uint8" or "float32".
 
-    dtype is "uint8", "float32" or "like": the element type of `like`. What stands beside a jax array on
-    the CPU is a numpy array, which `finish` turns into one.
+    What stands beside a jax array on the CPU is a numpy array, which `finish` turns into one.
     """
     torch = sys.modules.get("torch")
-    if torch is not None and isinstance(like, torch.Tensor):
-        kind = like.dtype if dtype == "like" else getattr(torch, dtype)
-        make = torch.zeros if zeroed else torch.empty
-        return make(shape, dtype=kind, device=like.device)
+    if torch is not None and isinstance(beside, torch.Tensor):
+        return beside.new_empty(shape, dtype=getattr(torch, dtype))
+    return _new(beside, shape, dtype, False)
+
+
+def like(array, shape, zeroed):
+    """An array of the framework, device and element type of `array`, and its shape, which not every one tells."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(array, torch.Tensor):
+        return torch.zeros_like(array) if zeroed else torch.empty_like(array)
+    return _new(array, shape, _dtype(array), zeroed)
+
+
+def _new(beside, shape, dtype, zeroed):
     cupy = sys.modules.get("cupy")
-    if cupy is not None and isinstance(like, cupy.ndarray):
-        make = cupy.zeros if zeroed else cupy.empty
-        with like.device:
-            return make(shape, like.dtype if dtype == "like" else dtype)
+    if cupy is not None and isinstance(beside, cupy.ndarray):
+        with beside.device:
+            return (cupy.zeros if zeroed else cupy.empty)(shape, dtype)
     jax = sys.modules.get("jax")
-    if jax is not None and isinstance(like, jax.Array) and next(iter(like.devices())).platform != "cpu":
+    if jax is not None and isinstance(beside, jax.Array) and next(iter(beside.devices())).platform != "cpu":
         # Nobody else has it yet, so it may be written.
-        return jax.numpy.zeros(shape, like.dtype if dtype == "like" else dtype, device=like.device)
+        return jax.numpy.zeros(shape, dtype, device=beside.device)
     import numpy
 
-    kind = _numpy_dtype(numpy, like) if dtype == "like" else numpy.dtype(dtype)
-    size = kind.itemsize
-    for extent in shape:
-        size *= extent
+    dtype = numpy.dtype(dtype)
+    size = dtype.itemsize * math.prod(shape)
     memory = (numpy.zeros if zeroed else numpy.empty)(size + ALIGNMENT, numpy.uint8)
-    start = -memory.ctypes.data % ALIGNMENT
-    return memory[start : start + size].view(kind).reshape(shape)
+    start = -memory.__array_interface__["data"][0] % ALIGNMENT
+    return memory[start : start + size].view(dtype).reshape(shape)
 
 
-def finish(like, array):
-    """`array`, or for a jax `like` a jax array that takes its memory over."""
+def finish(beside, array):
+    """`array`, or beside a jax array a jax array that takes its memory over."""
     jax = sys.modules.get("jax")
-    if jax is not None and isinstance(like, jax.Array):
+    if jax is not None and isinstance(beside, jax.Array):
         return jax.numpy.asarray(array)
     return array
 
 
-def _numpy_dtype(numpy, like):
-    if isinstance(like, numpy.ndarray):
-        return like.dtype
+def _dtype(array):
+    import numpy
+
     try:
-        return numpy.dtype(like.dtype)  # jax: ml_dtypes.bfloat16
+        return numpy.dtype(array.dtype)  # jax: ml_dtypes.bfloat16
     except (AttributeError, TypeError):
         return numpy.dtype(numpy.uint16)  # the bits of BF16

@@ -93,6 +93,33 @@ std::optional<DType> torch_dtype(nb::handle torch, nb::handle dtype) {
   return std::nullopt;
 }
 
+// An element type of numpy, which cupy and jax share.
+struct NumpyDtype {
+  nb::handle object;
+  std::optional<DType> dtype;
+  bool is_u16 = false;
+};
+
+// Its name takes numpy microseconds, so those that are accepted are remembered, and kept alive: none is taken for
+// another. Guarded by the interpreter lock.
+NumpyDtype numpy_dtype(nb::handle dtype) {
+  constexpr size_t kMostTypes = 32;
+  static std::vector<NumpyDtype> known;
+  for (const NumpyDtype& one : known) {
+    if (one.object.is(dtype)) return one;
+  }
+  NumpyDtype found{dtype, std::nullopt};
+  if (!nb::cast<bool>(dtype.attr("isnative"))) return found;
+  const std::string name = text_of(dtype.attr("name"));
+  found.dtype = dtype_by_name(name);
+  found.is_u16 = name == "uint16";
+  if ((found.dtype || found.is_u16) && known.size() < kMostTypes) {
+    dtype.inc_ref();
+    known.push_back(found);
+  }
+  return found;
+}
+
 // What is known of a Python type; looked up once.
 struct TypeInfo {
   nb::handle type;
@@ -168,8 +195,10 @@ Array::Array(nb::handle object, const char* name, const char* wanted, Stream con
   framework_ = info.framework;
   if (framework_ == Framework::kTorch) {
     if (info.exchange == nullptr || !take_exchange(*info.exchange)) take_torch();
-  } else if (framework_ == Framework::kNumpy || framework_ == Framework::kCupy) {
-    take_interface();
+  } else if (framework_ == Framework::kNumpy) {
+    take_numpy();
+  } else if (framework_ == Framework::kCupy) {
+    take_cupy();
   } else if (info.is_array) {
     take_dlpack(consumer);
   } else {
@@ -216,48 +245,82 @@ void Array::wrong_dtype(const std::string& given) const {
   raise({ErrorCode::kInvalidDtype, fmt::format("{}: expected {}, got {}", name_, wanted_, given)});
 }
 
-// numpy's array interface, and cupy's with addresses on the device.
-void Array::take_interface() {
+// numpy's array interface in C, in a capsule.
+struct NumpyInterface {
+  static constexpr int kWriteable = 0x400;
+  int two;
+  int rank;
+  char kind;
+  int item_bytes;
+  int flags;
+  const Py_ssize_t* shape;
+  const Py_ssize_t* strides;  // bytes
+  void* data;
+};
+
+void Array::take_numpy() {
+  const nb::object capsule = object_.attr("__array_struct__");
+  const auto* array =
+      static_cast<const NumpyInterface*>(PyCapsule_GetPointer(capsule.ptr(), nullptr));
+  if (array == nullptr) throw nb::python_error();
+  view_.data = array->data;
+  read_only_ = (array->flags & NumpyInterface::kWriteable) == 0;
+  take_dtype();
+  take_rank(array->rank);
+  for (int i = 0; i < array->rank; ++i)
+    take_extent(i, array->shape[i], array->strides[i]);
+  pack_if_empty(view_);
+}
+
+// cupy's DLPack has no BF16 and needs several calls.
+void Array::take_cupy() {
+  const nb::object memory = object_.attr("data");
+  view_.data = reinterpret_cast<void*>(nb::cast<uintptr_t>(memory.attr("ptr")));
+  view_.device = Device::cuda(nb::cast<int>(memory.attr("device_id")));
+  take_dtype();
+  const nb::tuple shape = object_.attr("shape");
+  const nb::tuple strides = object_.attr("strides");
+  take_rank(static_cast<int64_t>(nb::len(shape)));
+  for (int i = 0; i < view_.rank; ++i) {
+    const auto at = static_cast<size_t>(i);
+    take_extent(i, nb::cast<int64_t>(shape[at]), nb::cast<int64_t>(strides[at]));
+  }
+  pack_if_empty(view_);
+}
+
+void Array::take_dtype() {
   const nb::object dtype = object_.attr("dtype");
-  const bool on_device = framework_ == Framework::kCupy;
-  const nb::dict interface =
-      object_.attr(on_device ? "__cuda_array_interface__" : "__array_interface__");
-  if (on_device) view_.device = Device::cuda(nb::cast<int>(object_.attr("device").attr("id")));
-  const auto name = nb::cast<std::string>(dtype.attr("name"));
-  const auto order = nb::cast<std::string>(interface["typestr"]);
-  const nb::tuple shape = interface["shape"];
-  const auto described = [&] { return shape_text(shape) + " " + name; };
-  if (order.front() == '>') wrong_dtype(described() + " in big-endian byte order");
-  std::optional<DType> known = dtype_by_name(name);
+  const NumpyDtype known = numpy_dtype(dtype);
   // numpy has no BF16: without ml_dtypes its bits travel as uint16.
-  if (name == "uint16" && std::strstr(wanted_, "bf16") != nullptr) known = DType::kBF16;
-  if (!known) wrong_dtype(described());
-  const nb::tuple data = interface["data"];
-  view_.data = reinterpret_cast<void*>(nb::cast<uintptr_t>(data[0]));
-  read_only_ = nb::cast<bool>(data[1]);
-  view_.dtype = *known;
-  if (nb::len(shape) > static_cast<size_t>(kMaxRank)) {
+  if (known.is_u16 && std::strstr(wanted_, "bf16") != nullptr) {
+    view_.dtype = DType::kBF16;
+  } else if (known.dtype) {
+    view_.dtype = *known.dtype;
+  } else {
+    const bool native = nb::cast<bool>(dtype.attr("isnative"));
+    wrong_dtype(fmt::format("{} {}{}",
+                            shape_text(object_.attr("shape")),
+                            text_of(dtype.attr("name")),
+                            native ? "" : " in big-endian byte order"));
+  }
+}
+
+void Array::take_rank(int64_t rank) {
+  if (rank > kMaxRank) {
     raise({ErrorCode::kInvalidShape,
-           fmt::format("{}: expected rank 0..{}, got {}", name_, kMaxRank, nb::len(shape))});
+           fmt::format("{}: expected rank 0..{}, got {}", name_, kMaxRank, rank)});
   }
-  view_.rank = static_cast<int>(nb::len(shape));
-  const nb::object strides = interface.get("strides", nb::none());
-  int64_t packed = 1;
-  for (int i = view_.rank - 1; i >= 0; --i) {
-    view_.shape[i] = nb::cast<int64_t>(shape[static_cast<size_t>(i)]);
-    view_.strides[i] = packed;
-    packed *= view_.shape[i];
-    if (strides.is_none()) continue;
-    const auto bytes = nb::cast<int64_t>(strides[static_cast<size_t>(i)]);
-    if (bytes % size_of(view_.dtype) != 0) {
-      raise({ErrorCode::kNotContiguous,
-             fmt::format("{}: expected strides in whole elements, got {} bytes for {}",
-                         name_,
-                         bytes,
-                         described())});
-    }
-    view_.strides[i] = bytes / size_of(view_.dtype);
+  view_.rank = static_cast<int>(rank);
+}
+
+void Array::take_extent(int i, int64_t extent, int64_t stride_bytes) {
+  view_.shape[i] = extent;
+  if (stride_bytes % size_of(view_.dtype) != 0) {
+    raise(
+        {ErrorCode::kNotContiguous,
+         fmt::format("{}: expected strides in whole elements, got {} bytes", name_, stride_bytes)});
   }
+  view_.strides[i] = stride_bytes / size_of(view_.dtype);
 }
 
 void Array::take_torch() {
@@ -399,19 +462,31 @@ Status wait_if_needed(std::initializer_list<const Array*> arrays,
   return (*backend)->synchronize(stream, device);
 }
 
-nb::object new_array(nb::handle like,
-                     std::initializer_list<int64_t> shape,
-                     const char* dtype,
-                     bool zeroed) {
+namespace {
+
+// A function of _arrays.py, to be kept by the caller: looking it up costs as much as calling it.
+nb::handle function_of_arrays(const char* name) {
+  return nb::object(nb::module_::import_("hexpert._arrays").attr(name)).release();
+}
+
+}  // namespace
+
+nb::object new_array(nb::handle beside, std::initializer_list<int64_t> shape, const char* dtype) {
+  static const nb::handle function = function_of_arrays("new");
   nb::list extents;
   for (const int64_t extent : shape)
     extents.append(extent);
-  return nb::module_::import_("hexpert._arrays")
-      .attr("new")(like, nb::tuple(extents), dtype, zeroed);
+  return function(beside, nb::tuple(extents), dtype);
 }
 
-nb::object finish(nb::handle like, const nb::object& array) {
-  return nb::module_::import_("hexpert._arrays").attr("finish")(like, array);
+nb::object matrix_like(nb::handle array, int64_t rows, int64_t cols, bool zeroed) {
+  static const nb::handle function = function_of_arrays("like");
+  return function(array, nb::make_tuple(rows, cols), zeroed);
+}
+
+nb::object finish(nb::handle beside, const nb::object& array) {
+  static const nb::handle function = function_of_arrays("finish");
+  return function(beside, array);
 }
 
 }  // namespace hexpert::python

@@ -54,7 +54,11 @@ class Array {
   nb::handle object() const { return object_; }
 
  private:
-  void take_interface();
+  void take_numpy();
+  void take_cupy();
+  void take_dtype();
+  void take_rank(int64_t rank);
+  void take_extent(int i, int64_t extent, int64_t stride_bytes);
   bool take_exchange(const DLPackExchangeAPI& exchange);
   void take_torch();
   void take_dlpack(Stream consumer);
@@ -89,13 +93,12 @@ Status wait_if_needed(std::initializer_list<const Array*> arrays,
                       Stream stream,
                       const Device& device);
 
-// A new array of the framework and device of `like`. `dtype` is "uint8", "float32" or "like".
-nb::object new_array(nb::handle like,
-                     std::initializer_list<int64_t> shape,
-                     const char* dtype,
-                     bool zeroed = false);
-// What the caller gets for an array made by new_array().
-nb::object finish(nb::handle like, const nb::object& array);
+// A new array of the framework and device of `beside`; `dtype` is "uint8" or "float32".
+nb::object new_array(nb::handle beside, std::initializer_list<int64_t> shape, const char* dtype);
+// One of its element type too, and of its shape: [rows, cols].
+nb::object matrix_like(nb::handle array, int64_t rows, int64_t cols, bool zeroed);
+// What the caller gets for an array that was made beside another.
+nb::object finish(nb::handle beside, const nb::object& array);
 
 // Runs `function`, which returns a Status or a Result, without the interpreter lock, and raises what
 // it reports.

@@ -46,7 +46,7 @@ nb::object forward(Layer& self,
                  "hidden_states: expected [tokens, {}], got {}", hidden_size, describe(view))});
     }
     const bool zeroed = use_bounded_rows && token_capacity && *token_capacity < view.shape[0];
-    made = new_array(hidden_states, {view.shape[0], view.shape[1]}, "like", zeroed);
+    made = matrix_like(hidden_states, view.shape[0], view.shape[1], zeroed);
   } else {
     made = nb::borrow(out);
   }
