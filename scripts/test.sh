@@ -48,5 +48,9 @@ if $sanitizers; then
   run asan
   # The largest shapes run the same code; tests that fork go beyond what the thread sanitizer follows.
   run tsan --exclude-regex '^Conformance\.(FlashInfer|Randomized)|Killed'
+  echo "== Python package, sanitized"
+  python_started=$SECONDS
+  ./scripts/test_python.sh --sanitizers
+  passed+=("python sanitized ($((SECONDS - python_started)) s)")
 fi
 echo "PASSED: ${passed[*]}, $SECONDS s in all"
