@@ -30,7 +30,7 @@ if $sanitizers; then
   rm -rf "$site"
   "${pip[@]}" install --no-deps --target "$site" --config-settings=build-dir=build/python/sanitized-package \
     --config-settings=cmake.define.HEXPERT_CUDA=OFF \
-    --config-settings=cmake.define.HEXPERT_SANITIZE=address,undefined .
+    --config-settings=install.strip=false --config-settings=cmake.define.HEXPERT_SANITIZE=address,undefined .
   # The interpreter is not sanitized: the runtime comes before it, and before the libstdc++ whose exceptions it
   # watches. Python's own allocator would hide overruns. Interpreters leak by design.
   runtimes=()

@@ -31,16 +31,23 @@ def _new(beside, shape, dtype, zeroed):
         with beside.device:
             return (cupy.zeros if zeroed else cupy.empty)(shape, dtype)
     jax = sys.modules.get("jax")
-    if jax is not None and isinstance(beside, jax.Array) and next(iter(beside.devices())).platform != "cpu":
+    if jax is not None and isinstance(beside, jax.Array) and _on_gpu(beside):
         # Nobody else has it yet, so it may be written.
         return jax.numpy.zeros(shape, dtype, device=beside.device)
     import numpy
 
+    if not isinstance(beside, numpy.ndarray) and _on_gpu(beside):
+        raise TypeError(f"out: expected an array, for none can be made beside {type(beside).__name__} on a GPU")
     dtype = numpy.dtype(dtype)
     size = dtype.itemsize * math.prod(shape)
     memory = (numpy.zeros if zeroed else numpy.empty)(size + ALIGNMENT, numpy.uint8)
     start = -memory.__array_interface__["data"][0] % ALIGNMENT
     return memory[start : start + size].view(dtype).reshape(shape)
+
+
+def _on_gpu(array):
+    kDLCPU, kDLCUDAHost = 1, 3
+    return hasattr(array, "__dlpack_device__") and array.__dlpack_device__()[0] not in (kDLCPU, kDLCUDAHost)
 
 
 def finish(beside, array):

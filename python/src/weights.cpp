@@ -48,7 +48,8 @@ WeightsHandle prepare(nb::handle fc1_weight,
   const Array fc2(fc2_weight, "fc2_weight", "bf16", stream_given(stream));
   const Array& leader = leading(fc1, fc2);
   const Device where = device.is_none() ? leader.view().device : parse_device(device);
-  const Stream on = stream_of(leader, stream, where);
+  const Device& ordered = leader.view().device == Device::cpu() ? where : leader.view().device;
+  const Stream on = stream_of(leader, stream, ordered);
   const PrepareOptions options = options_of(backend, refuse_nonfinite, num_threads, where, on);
   return handle_of(without_gil([&]() -> Result<ExpertWeights> {
     Result<ExpertWeights> made = ExpertWeights::prepare(fc1.view(), fc2.view(), options);

@@ -190,6 +190,8 @@ def test_exporters_are_told_the_stream():
         first = Exporter(x)
         assert plan.forward(first, ids, p, out, stream=given) is out
         assert first.streams == [told], "1: DLPack's name of the default stream"
+    with pytest.raises(TypeError, match="out: expected an array, for none can be made beside Exporter on a GPU"):
+        plan.forward(first, ids, p)
 
 
 # --- jax ---
