@@ -81,40 +81,47 @@ sys.exit(not any(b.available and b.device == "cuda" for b in hexpert.list_backen
 END
 }
 
-# All parts run, whatever one of them finds.
+# The tests on the GPU first and alone, since they measure; then everything else side by side.
 run_python() {
   install_package
-  local pytest=("$python" -m pytest -p no:cacheprovider -q -ra --durations=8) failed=()
+  local pytest=("$python" -m pytest -p no:cacheprovider -q -ra --durations=8) failed=() jobs=() name
   if "$python" -c 'import pytest_timeout' 2>/dev/null; then pytest+=(--timeout=120); fi
   echo "== Python package on the GPU"
-  "${pytest[@]}" python/tests/test_cuda*.py 2>&1 | tee "$out/python-cuda.log" || failed+=(cuda)
-  echo "== Python package: all other tests"
-  "${pytest[@]}" python/tests --ignore-glob='*/test_cuda*.py' 2>&1 | tee "$out/python.log" || failed+=(other)
-  echo "== compute-sanitizer memcheck of the Python package"
+  "${pytest[@]}" python/tests/test_cuda*.py 2>&1 | tee "$out/python-cuda.log" || failed+=(python-cuda)
+
+  "${pytest[@]}" python/tests --ignore-glob='*/test_cuda*.py' &>"$out/python.log" &
+  jobs=("python:$!")
   if command -v compute-sanitizer >/dev/null; then
     # Without torch's cache every tensor is an allocation of its own, and what is read beside it shows.
-    # Graphs need the cache.
-    local subset='golden or test_layer or nothing_is_copied or bounded or current_stream or by_hand'
-    subset+=' or any_order or test_cupy or exporters'
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 sanitize "$subset and not graph" \
-      2>&1 | tee "$out/python-memcheck.log" || failed+=(memcheck)
-    sanitize 'graph_follows or refit_in_the_graph or megatron_refresh' \
-      2>&1 | tee "$out/python-memcheck-graphs.log" || failed+=(memcheck-graphs)
+    # Graphs need the cache, and the tool makes streams wait for each other.
+    local eager='golden or test_layer or nothing_is_copied or bounded or any_order or refus or test_cupy'
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 memcheck "($eager) and not graph and not stream" \
+      &>"$out/python-memcheck.log" &
+    jobs+=("python-memcheck:$!")
+    memcheck 'graph_follows or refit_in_the_graph or megatron_refresh' &>"$out/python-memcheck-graphs.log" &
+    jobs+=("python-memcheck-graphs:$!")
   else
     echo "compute-sanitizer not found: skipped"
   fi
+  local job
+  for job in "${jobs[@]}"; do
+    name=${job%:*}
+    wait "${job#*:}" || failed+=("$name")
+    echo "== $name"
+    tail -n 15 "$out/$name.log"
+  done
   if [[ ${#failed[@]} -gt 0 ]]; then
-    echo "FAILED: ${failed[*]}"
+    echo "FAILED: ${failed[*]} (logs in $out)"
     return 1
   fi
 }
 
 # Errors of API calls are not counted: torch, cupy and jax probe for what a device can do.
-sanitize() {
+memcheck() {
   timeout "${HEXPERT_SANITIZE_SECONDS:-600}" compute-sanitizer --tool memcheck --error-exitcode 1 \
     --print-limit 20 --report-api-errors no \
     "$python" -m pytest -p no:cacheprovider -q python/tests/test_cuda.py \
-    python/tests/test_cuda_frameworks.py -k "$1" --deselect python/tests/test_cuda_frameworks.py::test_jax
+    python/tests/test_cuda_frameworks.py -k "$1"
 }
 
 # Small shapes: the tools are up to a hundred times slower. Every kernel, every tile width and both kinds of
