@@ -376,12 +376,15 @@ def test_compile_without_graph_breaks(given):
 
 
 @torch.no_grad()
-def test_compile_with_the_default_backend():
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])  # the latter replays graphs of its own
+def test_compile_with_the_default_backend(mode):
     pytest.importorskip("triton")
-    case = Case()
+    case, other = Case(), Case(seed=1)
     experts = case.experts()
-    compiled = torch.compile(experts, fullgraph=True)
-    assert torch.equal(compiled(*case.inputs), experts(*case.inputs))
+    compiled = torch.compile(experts, fullgraph=True, mode=mode)
+    for inputs in (case.inputs, other.inputs) * 2:
+        want = experts(*inputs)
+        assert torch.equal(compiled(*inputs), want)
 
 
 def test_custom_op_is_well_formed():
