@@ -134,9 +134,10 @@ typedef struct hx_quantize_options {
 
 /* Quantizes activations, one scale per token.
  *
- * hidden_states        [tokens, hidden_size] bf16; rows may be strided, columns not.
+ * hidden_states        [tokens, hidden_size] bf16, in memory of the cpu or of a GPU that a backend serves;
+ *                      rows may be strided, columns not.
  * padded_hidden_size   >= hidden_size, a multiple of 16; the columns between are zero.
- * out                  tokens rows, padded_hidden_size columns, per_row 1.
+ * out                  tokens rows, padded_hidden_size columns, per_row 1; in memory of the same device.
  * options              NULL: defaults.
  * returns              HX_INVALID_SHAPE, _INVALID_DTYPE, _NOT_CONTIGUOUS, _INVALID_ARGUMENT, _NULL_POINTER,
  *                      _MISALIGNED, _DEVICE_MISMATCH */

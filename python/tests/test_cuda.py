@@ -504,7 +504,7 @@ def test_out_of_memory():
     weights = hexpert.ExpertWeights.prepare(*case.stacks)
     free = torch.cuda.mem_get_info()[0]
     with pytest.raises(MemoryError, match="bytes on cuda:0"):
-        hexpert.RoutedMoe.create(weights, max_tokens=1 << 26, top_k=2, num_experts=8)
+        hexpert.RoutedMoe.create(weights, max_tokens=1 << 27, top_k=2, num_experts=8)
     assert torch.cuda.mem_get_info()[0] == free
     assert torch.isfinite(case.experts()(*case.inputs)).all()
 

@@ -74,15 +74,23 @@ inline std::string string_of(const char* text) {
   return text == nullptr ? std::string() : std::string(text);
 }
 
-// A packed tensor in memory of the cpu.
+// A packed tensor in memory of `device`.
 Result<TensorView> packed(const char* name,
                           const char* wanted,
                           const DLTensor* tensor,
-                          std::initializer_list<DType> accepted);
+                          std::initializer_list<DType> accepted,
+                          const Device& device = Device::cpu());
 
 // Memory of exactly `count` bytes; `scales` may also be e4m3.
-Result<uint8_t*> bytes(const char* name, const DLTensor* tensor, int64_t count, bool scales);
+Result<uint8_t*> bytes(const char* name,
+                       const DLTensor* tensor,
+                       int64_t count,
+                       bool scales,
+                       const Device& device = Device::cpu());
 // Memory of exactly `count` f32.
-Result<float*> floats(const char* name, const DLTensor* tensor, int64_t count);
+Result<float*> floats(const char* name,
+                      const DLTensor* tensor,
+                      int64_t count,
+                      const Device& device = Device::cpu());
 
 }  // namespace hexpert::capi

@@ -85,7 +85,8 @@ void set_last_error_out_of_memory() noexcept {
 Result<TensorView> packed(const char* name,
                           const char* wanted,
                           const DLTensor* tensor,
-                          std::initializer_list<DType> accepted) {
+                          std::initializer_list<DType> accepted,
+                          const Device& device) {
   const Result<TensorView> view = view_of(name, wanted, tensor);
   if (!view.ok()) return view;
   bool fits = false;
@@ -100,24 +101,30 @@ Result<TensorView> packed(const char* name,
         ErrorCode::kNotContiguous,
         fmt::format("{}: expected a packed tensor, got {} with gaps", name, describe(*tensor)));
   }
-  if (view->device.type != DeviceType::kCpu) {
-    return Status(ErrorCode::kDeviceMismatch,
-                  fmt::format("{}: expected memory of cpu, got {}", name, to_string(view->device)));
+  if (view->device != device) {
+    return Status(
+        ErrorCode::kDeviceMismatch,
+        fmt::format(
+            "{}: expected memory of {}, got {}", name, to_string(device), to_string(view->device)));
   }
   return view;
 }
 
-Result<uint8_t*> bytes(const char* name, const DLTensor* tensor, int64_t count, bool scales) {
+Result<uint8_t*> bytes(
+    const char* name, const DLTensor* tensor, int64_t count, bool scales, const Device& device) {
   const Result<TensorView> view =
-      scales ? packed(name, "u8 or e4m3", tensor, {DType::kU8, DType::kE4M3})
-             : packed(name, "u8", tensor, {DType::kU8});
+      scales ? packed(name, "u8 or e4m3", tensor, {DType::kU8, DType::kE4M3}, device)
+             : packed(name, "u8", tensor, {DType::kU8}, device);
   if (!view.ok()) return view.status();
   HX_RETURN_IF_ERROR(check_elements(name, *tensor, *view, count));
   return view->as<uint8_t>();
 }
 
-Result<float*> floats(const char* name, const DLTensor* tensor, int64_t count) {
-  const Result<TensorView> view = packed(name, "f32", tensor, {DType::kF32});
+Result<float*> floats(const char* name,
+                      const DLTensor* tensor,
+                      int64_t count,
+                      const Device& device) {
+  const Result<TensorView> view = packed(name, "f32", tensor, {DType::kF32}, device);
   if (!view.ok()) return view.status();
   HX_RETURN_IF_ERROR(check_elements(name, *tensor, *view, count));
   return view->as<float>();

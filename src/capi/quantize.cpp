@@ -14,11 +14,12 @@ Result<ScaleLayout> scale_layout_of(int32_t layout) {
   return static_cast<ScaleLayout>(layout);
 }
 
-Result<Nvfp4View> nvfp4_of(const char* name, const hx_nvfp4* given) {
+// In memory of `device`.
+Result<Nvfp4View> nvfp4_of(const char* name, const hx_nvfp4* given, const Device& device) {
   const Result<hx_nvfp4> in = read(name, given);
   if (!in.ok()) return in.status();
   const Result<TensorView> codes =
-      packed(fmt::format("{}.codes", name).c_str(), "u8", in->codes, {DType::kU8});
+      packed(fmt::format("{}.codes", name).c_str(), "u8", in->codes, {DType::kU8}, device);
   if (!codes.ok()) return codes.status();
   if (codes->rank != 2 || codes->shape[1] % (kBlockSize / 2) != 0) {
     return Status(ErrorCode::kInvalidShape,
@@ -39,11 +40,12 @@ Result<Nvfp4View> nvfp4_of(const char* name, const hx_nvfp4* given) {
       bytes(fmt::format("{}.block_scales", name).c_str(),
             in->block_scales,
             view.rows * view.cols == 0 ? 0 : block_scale_bytes(*layout, view.rows, view.cols),
-            true);
+            true,
+            device);
   if (!scales.ok()) return scales.status();
   view.block_scales = *scales;
-  const Result<float*> outer =
-      floats(fmt::format("{}.outer", name).c_str(), in->outer, view.per_row ? view.rows : 1);
+  const Result<float*> outer = floats(
+      fmt::format("{}.outer", name).c_str(), in->outer, view.per_row ? view.rows : 1, device);
   if (!outer.ok()) return outer.status();
   view.outer = *outer;
   return view;
@@ -95,7 +97,7 @@ hx_status hx_quantize_tokens(const DLTensor* hidden_states,
   return capi::call([&]() -> Status {
     const Result<TensorView> x = hexpert::view_of("hidden_states", "bf16", hidden_states);
     if (!x.ok()) return x.status();
-    const auto to = capi::nvfp4_of("out", out);
+    const auto to = capi::nvfp4_of("out", out, x->device);
     if (!to.ok()) return to.status();
     const auto rules = capi::options_of(options, stream);
     if (!rules.ok()) return rules.status();
@@ -110,7 +112,7 @@ hx_status hx_quantize_matrix(const DLTensor* matrix,
   return capi::call([&]() -> Status {
     const Result<TensorView> x = hexpert::view_of("matrix", "bf16", matrix);
     if (!x.ok()) return x.status();
-    const auto to = capi::nvfp4_of("out", out);
+    const auto to = capi::nvfp4_of("out", out, x->device);
     if (!to.ok()) return to.status();
     const auto rules = capi::options_of(options, stream);
     if (!rules.ok()) return rules.status();
@@ -120,7 +122,7 @@ hx_status hx_quantize_matrix(const DLTensor* matrix,
 
 hx_status hx_dequantize(const hx_nvfp4* in, const DLTensor* out, void* /*stream*/) {
   return capi::call([&]() -> Status {
-    const auto from = capi::nvfp4_of("in", in);
+    const auto from = capi::nvfp4_of("in", in, hexpert::Device::cpu());
     if (!from.ok()) return from.status();
     const Result<TensorView> to = hexpert::view_of("out", "f32 or bf16", out);
     if (!to.ok()) return to.status();
