@@ -155,8 +155,7 @@ class Forward {
                               .out = work_.results,
                               .out_cols = w_.fc2_rows,
                               .max_routes = slots_,
-                              .splits = how_.fc2_splits,
-                              .prefetch_weights = true},
+                              .splits = how_.fc2_splits},
                              how_.fc2_partial ? Epilogue::kPartial : Epilogue::kScale,
                              multiprocessors_,
                              overlapped_);

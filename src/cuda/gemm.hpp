@@ -29,6 +29,7 @@ struct OperandMaps {
   CUtensorMap of_width[8];
 };
 
+// The predecessor in the stream may let this start early, but not before `routes` is complete.
 struct GroupedGemm {
   const uint8_t* weights = nullptr;  // [experts, expert_bytes] sm90 fragments
   int64_t expert_bytes = 0;
@@ -45,8 +46,7 @@ struct GroupedGemm {
       nullptr;  // [permuted rows, out_cols] bf16, or [splits, max_routes, fragment_rows] f32
   int64_t out_cols = 0;  // multiple of 16: features past it are dropped
   int64_t max_routes = 0;
-  int splits = 1;                 // parts of K; more than one with kPartial only
-  bool prefetch_weights = false;  // the routes are known before the predecessor has finished
+  int splits = 1;  // parts of K; more than one with kPartial only
 };
 
 // The kernels for tiles of at most `max_width` tokens: narrower tiles leave room for more stages.

@@ -6,6 +6,7 @@
 #include <cuda_fp8.h>
 
 #include <type_traits>
+
 #include "cuda/activation.cuh"
 #include "cuda/gemm.hpp"
 #include "cuda/ptx.cuh"
@@ -566,9 +567,7 @@ __global__ void __launch_bounds__(Shape<kMaxWidth>::kThreads, Shape<kMaxWidth>::
     __syncthreads();
   }
   ptx::allow_successor();
-  if (args.prefetch_weights && threadIdx.x == kConsumerThreads) {
-    prefetch_first_items<kMaxWidth>(args);
-  }
+  if (threadIdx.x == kConsumerThreads) prefetch_first_items<kMaxWidth>(args);
   ptx::wait_for_predecessor();
   if (ptx::warp_index() >= kConsumerWarps) {
     if constexpr (S::kBlocks == 1) ptx::give_registers<40>();

@@ -45,7 +45,6 @@ QuantizedRows rows_of(const QuantizeTokens& args) {
 template <int kWarps>
 __global__ void __launch_bounds__(kQuantizeThreads)
     quantize_tokens_kernel(const QuantizeTokens args, const QuantizedRows out, bool aligned) {
-  ptx::allow_successor();
   int64_t row = row_of_thread<kWarps>(blockIdx.x);
   if (row >= args.rows) row = -1;
   quantize_row<kWarps>(
@@ -53,8 +52,10 @@ __global__ void __launch_bounds__(kQuantizeThreads)
       out,
       [&](int half) { return load_token(args, row, half, aligned); },
       [&]() -> const int32_t* {
-        // The tokens were there before the predecessor, which says where their copies go.
+        // The tokens were there before the predecessor, which says where their copies go. From here
+        // on the successor, too, knows the routes.
         ptx::wait_for_predecessor();
+        ptx::allow_successor();
         const int32_t* copies = args.expanded_to_permuted;
         return copies == nullptr || row < 0 ? nullptr : copies + row * args.top_k;
       });
