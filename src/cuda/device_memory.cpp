@@ -13,6 +13,18 @@ bool injected_failure() {
   return until_failure.load() > 0 && until_failure.fetch_sub(1) == 1;
 }
 
+// A thread that has not used a device yet is told that all memory is the host's. Choosing the device
+// that is chosen already does not begin it; freeing nothing does, and in this mode it leaves alone a
+// graph that another thread captures.
+cudaError_t begin_device_use(const Device& device) {
+  const CurrentDevice current(device);
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  cudaError_t error = cudaThreadExchangeStreamCaptureMode(&mode);
+  if (error == cudaSuccess) error = cudaFree(nullptr);
+  const cudaError_t restored = cudaThreadExchangeStreamCaptureMode(&mode);
+  return error == cudaSuccess ? restored : error;
+}
+
 class DeviceMemory final : public Memory {
  public:
   DeviceMemory(std::byte* data, int64_t size, const Device& device)
@@ -72,9 +84,7 @@ Status check_memory(std::string_view name, const void* data, const Device& devic
   cudaPointerAttributes attributes{};
   HX_RETURN_IF_ERROR(check(cudaPointerGetAttributes(&attributes, data), name));
   if (attributes.type == cudaMemoryTypeUnregistered) {
-    // A thread that has not used the device yet is told so of all memory.
-    const CurrentDevice current(device);
-    HX_RETURN_IF_ERROR(check(cudaSetDevice(device.index), to_string(device)));
+    HX_RETURN_IF_ERROR(check(begin_device_use(device), to_string(device)));
     HX_RETURN_IF_ERROR(check(cudaPointerGetAttributes(&attributes, data), name));
   }
   if (attributes.type == cudaMemoryTypeUnregistered || attributes.devicePointer == nullptr) {
