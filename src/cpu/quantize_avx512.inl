@@ -111,11 +111,13 @@ inline __m512i encode32(__m512i x, __m512 multiplier) {
   return _mm512_dpwssd_epi32(_mm512_set1_epi32(kOffset), nibbles, _mm512_set1_epi32(64 << 16 | 4));
 }
 
-inline __attribute__((always_inline)) void quantize_batch(const uint16_t* x,
-                                                          const OuterScale& outer,
-                                                          uint8_t* codes,
-                                                          uint8_t* scales) {
-  const __m512 multipliers = encode_scales(block_maxima(x), outer, scales);
+inline __m512 batch_multipliers(const uint16_t* x, const OuterScale& outer, uint8_t* scales) {
+  return encode_scales(block_maxima(x), outer, scales);
+}
+
+inline __attribute__((always_inline)) void encode_batch(const uint16_t* x,
+                                                        __m512 multipliers,
+                                                        uint8_t* codes) {
   const __m512i lane_order =
       _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
   __m512i pick = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
@@ -142,25 +144,33 @@ void quantize_row(
     std::memset(scales, kE4M3Nan, static_cast<size_t>(n / kBlockSize));
     return;
   }
-  int64_t done = 0;
-  for (; done + kBatch <= n; done += kBatch) {
+  const int64_t whole = n / kBatch * kBatch;
+  __m512 multipliers = {};
+  if (whole > 0) multipliers = batch_multipliers(x, outer, scales);
+  for (int64_t done = 0; done < whole; done += kBatch) {
     // This row is in the cache: its maximum has just been taken. The next one, which usually
     // follows it, is fetched meanwhile, so that memory never waits for arithmetic.
     const auto* next = reinterpret_cast<const char*>(x + n + done);
 #pragma GCC unroll 8
     for (int64_t line = 0; line < kBatch * 2; line += 64)
       _mm_prefetch(next + line, _MM_HINT_T0);
-    quantize_batch(x + done, outer, codes + done / 2, scales + done / kBlockSize);
+    // The scales of a batch are one long chain of dependent steps; they are made one batch ahead.
+    const __m512 current = multipliers;
+    const int64_t following = done + kBatch;
+    if (following < whole) {
+      multipliers = batch_multipliers(x + following, outer, scales + following / kBlockSize);
+    }
+    encode_batch(x + done, current, codes + done / 2);
   }
-  if (done == n) return;
+  if (whole == n) return;
   alignas(64) uint16_t last[kBatch] = {};
   alignas(64) uint8_t last_codes[kBatch / 2];
   alignas(64) uint8_t last_scales[kBatchBlocks];
-  std::memcpy(last, x + done, static_cast<size_t>(n - done) * sizeof(uint16_t));
-  quantize_batch(last, outer, last_codes, last_scales);
-  std::memcpy(codes + done / 2, last_codes, static_cast<size_t>(n - done) / 2);
+  std::memcpy(last, x + whole, static_cast<size_t>(n - whole) * sizeof(uint16_t));
+  encode_batch(last, batch_multipliers(last, outer, last_scales), last_codes);
+  std::memcpy(codes + whole / 2, last_codes, static_cast<size_t>(n - whole) / 2);
   std::memcpy(
-      scales + done / kBlockSize, last_scales, static_cast<size_t>((n - done) / kBlockSize));
+      scales + whole / kBlockSize, last_scales, static_cast<size_t>((n - whole) / kBlockSize));
 }
 
 // Nibbles 0..7 of every dword -> 0 2 4 6 in the low word, 1 3 5 7 in the high word.
