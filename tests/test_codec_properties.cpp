@@ -89,7 +89,7 @@ struct QuantizedRow {
 QuantizedRow quantize_with(const Bf16Vector& x, const OuterScale& outer) {
   QuantizedRow q{std::vector<uint8_t>(x.size() / 2), std::vector<uint8_t>(x.size() / 16), outer};
   cpu::best_kernels().quantize_row(
-      x.data(), static_cast<int64_t>(x.size()), outer, q.codes.data(), q.scales.data());
+      x.data(), static_cast<int64_t>(x.size()), outer, q.codes.data(), q.scales.data(), x.data());
   return q;
 }
 

@@ -27,11 +27,11 @@ void expect_same_as_scalar(const uint16_t* x, int64_t n, const OuterScale& outer
   const cpu::Kernels& scalar = *cpu::scalar_kernels();
   PoisonedBuffer<uint8_t> codes(n / 2);
   PoisonedBuffer<uint8_t> scales(n / 16);
-  scalar.quantize_row(x, n, outer, codes.data(), scales.data());
+  scalar.quantize_row(x, n, outer, codes.data(), scales.data(), x + n);
   for (const cpu::Kernels* kernels : vector_kernels()) {
     PoisonedBuffer<uint8_t> other_codes(n / 2);
     PoisonedBuffer<uint8_t> other_scales(n / 16);
-    kernels->quantize_row(x, n, outer, other_codes.data(), other_scales.data());
+    kernels->quantize_row(x, n, outer, other_codes.data(), other_scales.data(), x + n);
     ASSERT_EQ(other_scales.to_vector(), scales.to_vector()) << kernels->name << " n " << n;
     ASSERT_EQ(other_codes.to_vector(), codes.to_vector()) << kernels->name << " n " << n;
     ASSERT_TRUE(other_codes.guards_intact() && other_scales.guards_intact()) << kernels->name;

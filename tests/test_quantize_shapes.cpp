@@ -151,8 +151,12 @@ void expect_kernels(const Expected& e, const Bf16Vector& x, const Shape& s, bool
       const uint16_t* row = x.data() + r * s.cols;
       const OuterScale outer =
           per_row ? token_scale(kernels->amax_bits(row, s.cols)) : matrix_scale(amax);
-      kernels->quantize_row(
-          row, s.cols, outer, codes.data() + r * s.cols / 2, scales.data() + r * s.cols / 16);
+      kernels->quantize_row(row,
+                            s.cols,
+                            outer,
+                            codes.data() + r * s.cols / 2,
+                            scales.data() + r * s.cols / 16,
+                            row + s.cols);
     }
     EXPECT_TRUE(codes == e.codes);
     EXPECT_TRUE(scales == e.scales);

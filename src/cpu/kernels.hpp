@@ -56,9 +56,14 @@ struct Kernels {
 
   // Maximum over `bits & 0x7FFF` of n BF16 patterns.
   uint16_t (*amax_bits)(const uint16_t* x, int64_t n);
-  // n (a multiple of 16) BF16 values -> n / 2 bytes of codes, n / 16 scale bytes.
-  void (*quantize_row)(
-      const uint16_t* x, int64_t n, const OuterScale& outer, uint8_t* codes, uint8_t* scales);
+  // n (a multiple of 16) BF16 values -> n / 2 bytes of codes, n / 16 scale bytes. `ahead`: the n
+  // values that the caller reads next, fetched meanwhile (any address will do, nothing is read).
+  void (*quantize_row)(const uint16_t* x,
+                       int64_t n,
+                       const OuterScale& outer,
+                       uint8_t* codes,
+                       uint8_t* scales,
+                       const uint16_t* ahead);
   // 16 quantized rows -> one cpu_tiles group. `rows` in order; k a multiple of 64.
   void (*pack_group)(const Nvfp4Row* rows, int64_t k, uint8_t* group);
 

@@ -128,8 +128,12 @@ inline __attribute__((always_inline)) void quantize_batch(const uint16_t* x,
   }
 }
 
-void quantize_row(
-    const uint16_t* x, int64_t n, const OuterScale& outer, uint8_t* codes, uint8_t* scales) {
+void quantize_row(const uint16_t* x,
+                  int64_t n,
+                  const OuterScale& outer,
+                  uint8_t* codes,
+                  uint8_t* scales,
+                  const uint16_t* ahead) {
   if (outer.poisoned) {
     std::memset(codes, 0, static_cast<size_t>(n / 2));
     std::memset(scales, kE4M3Nan, static_cast<size_t>(n / kBlockSize));
@@ -137,8 +141,7 @@ void quantize_row(
   }
   int64_t done = 0;
   for (; done + kBatch <= n; done += kBatch) {
-    // The next row, which usually follows this one, is fetched meanwhile.
-    const auto* next = reinterpret_cast<const char*>(x + n + done);
+    const auto* next = reinterpret_cast<const char*>(ahead + done);
 #pragma GCC unroll 4
     for (int64_t line = 0; line < kBatch * 2; line += 64)
       _mm_prefetch(next + line, _MM_HINT_T0);

@@ -137,8 +137,12 @@ inline __attribute__((always_inline)) void encode_batch(const uint16_t* x,
   }
 }
 
-void quantize_row(
-    const uint16_t* x, int64_t n, const OuterScale& outer, uint8_t* codes, uint8_t* scales) {
+void quantize_row(const uint16_t* x,
+                  int64_t n,
+                  const OuterScale& outer,
+                  uint8_t* codes,
+                  uint8_t* scales,
+                  const uint16_t* ahead) {
   if (outer.poisoned) {
     std::memset(codes, 0, static_cast<size_t>(n / 2));
     std::memset(scales, kE4M3Nan, static_cast<size_t>(n / kBlockSize));
@@ -148,9 +152,8 @@ void quantize_row(
   __m512 multipliers = {};
   if (whole > 0) multipliers = batch_multipliers(x, outer, scales);
   for (int64_t done = 0; done < whole; done += kBatch) {
-    // This row is in the cache: its maximum has just been taken. The next one, which usually
-    // follows it, is fetched meanwhile, so that memory never waits for arithmetic.
-    const auto* next = reinterpret_cast<const char*>(x + n + done);
+    // Spread over the arithmetic, so that neither waits for the other.
+    const auto* next = reinterpret_cast<const char*>(ahead + done);
 #pragma GCC unroll 8
     for (int64_t line = 0; line < kBatch * 2; line += 64)
       _mm_prefetch(next + line, _MM_HINT_T0);

@@ -11,19 +11,22 @@
 namespace hexpert::cpu {
 
 // x[size] -> codes [padded / 2] and scales [padded / 16]; padded is a multiple of 16, >= size.
+// `ahead` as in Kernels::quantize_row.
 inline void quantize_padded_row(const Kernels& kernels,
                                 const uint16_t* x,
                                 int64_t size,
                                 int64_t padded,
                                 const OuterScale& outer,
                                 uint8_t* codes,
-                                uint8_t* scales) {
+                                uint8_t* scales,
+                                const uint16_t* ahead) {
   int64_t done = size / kBlockSize * kBlockSize;
-  kernels.quantize_row(x, done, outer, codes, scales);
+  kernels.quantize_row(x, done, outer, codes, scales, ahead);
   if (done < size) {
     uint16_t last[kBlockSize] = {};
     std::copy(x + done, x + size, last);
-    kernels.quantize_row(last, kBlockSize, outer, codes + done / 2, scales + done / kBlockSize);
+    kernels.quantize_row(
+        last, kBlockSize, outer, codes + done / 2, scales + done / kBlockSize, last);
     done += kBlockSize;
   }
   std::memset(codes + done / 2, 0, static_cast<size_t>((padded - done) / 2));

@@ -9,8 +9,12 @@ uint16_t amax_bits(const uint16_t* x, int64_t n) {
   return amax;
 }
 
-void quantize_row(
-    const uint16_t* x, int64_t n, const OuterScale& outer, uint8_t* codes, uint8_t* scales) {
+void quantize_row(const uint16_t* x,
+                  int64_t n,
+                  const OuterScale& outer,
+                  uint8_t* codes,
+                  uint8_t* scales,
+                  const uint16_t*) {
   for (int64_t block = 0; block < n / kBlockSize; ++block) {
     scales[block] = quantize_block(x + block * kBlockSize, outer, codes + block * kBlockSize / 2);
   }

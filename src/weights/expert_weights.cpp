@@ -1,6 +1,4 @@
 // Prepare, refresh, import and export of expert weights. docs/format.md section 5.
-#include <omp.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -9,8 +7,8 @@
 #include "backend/backend.hpp"
 #include "core/threads.hpp"
 #include "core/without_bad_alloc.hpp"
-#include "cpu/float_environment.hpp"
 #include "fmt/format.h"
+#include "weights/quantize_experts.hpp"
 #include "weights/storage.hpp"
 #include "weights/tile_groups.hpp"
 
@@ -139,85 +137,6 @@ uint16_t amax_bits(const uint16_t* x, int64_t count, int threads) {
   return amax;
 }
 
-// Fills every group of one matrix, in parallel: `source_row(group, n)` is the row of `x` that
-// goes to row n of the group, or -1 for a zero row.
-template <typename SourceRow>
-void quantize_groups(const uint16_t* x,
-                     int64_t cols,
-                     const OuterScale& outer,
-                     int64_t num_groups,
-                     int64_t tile_k,
-                     uint8_t* out,
-                     int threads,
-                     const SourceRow& source_row) {
-  // Made before the region: an exception must not leave it.
-  std::vector<GroupBuilder> builders;
-  builders.reserve(static_cast<size_t>(threads));
-  for (int i = 0; i < threads; ++i)
-    builders.emplace_back(tile_k);
-#pragma omp parallel num_threads(threads)
-  {
-    const cpu::FloatEnvironment environment;
-    GroupBuilder& builder = builders[static_cast<size_t>(omp_get_thread_num())];
-#pragma omp for schedule(static)
-    for (int64_t group = 0; group < num_groups; ++group) {
-      for (int64_t n = 0; n < tiles::kGroupRows; ++n) {
-        const int64_t row = source_row(group, n);
-        if (row >= 0) {
-          builder.quantize(n, x + row * cols, cols, outer);
-        } else {
-          builder.pad(n, 0, outer.poisoned ? kE4M3Nan : kZeroScale);
-        }
-      }
-      builder.store(out + group * tiles::group_bytes(tile_k));
-    }
-  }
-}
-
-void quantize_expert(ExpertWeights::Storage& s,
-                     int64_t expert,
-                     const uint16_t* fc1,
-                     const uint16_t* fc2) {
-  const cpu::FloatEnvironment environment;
-  const ExpertShape& shape = s.shape;
-  const int64_t intermediate = shape.intermediate_size;
-  const int64_t hidden = shape.hidden_size;
-  const int threads = threads_or_default(s.num_threads);
-
-  const int64_t fc1_source_rows = intermediate * (shape.gated ? 2 : 1);
-  const OuterScale fc1_outer = matrix_scale(amax_bits(fc1, fc1_source_rows * hidden, threads));
-  quantize_groups(fc1,
-                  hidden,
-                  fc1_outer,
-                  s.fc1_rows / tiles::kGroupRows,
-                  s.hidden,
-                  s.fc1_expert(expert),
-                  threads,
-                  [&](int64_t group, int64_t n) {
-                    const GroupSource source = fc1_group_source(shape, group);
-                    const int64_t row = source.first_row + n;
-                    if (row >= intermediate) return int64_t{-1};
-                    // The stack has gate rows first, then up rows.
-                    return shape.gated && !source.gate ? intermediate + row : row;
-                  });
-  s.fc1_up_alpha[static_cast<size_t>(expert)] = fc1_outer.stored;
-  s.fc1_gate_alpha[static_cast<size_t>(expert)] = fc1_outer.stored;
-
-  const OuterScale fc2_outer = matrix_scale(amax_bits(fc2, hidden * intermediate, threads));
-  quantize_groups(fc2,
-                  intermediate,
-                  fc2_outer,
-                  s.hidden / tiles::kGroupRows,
-                  s.intermediate,
-                  s.fc2_expert(expert),
-                  threads,
-                  [&](int64_t group, int64_t n) {
-                    const int64_t row = group * tiles::kGroupRows + n;
-                    return row < hidden ? row : int64_t{-1};
-                  });
-  s.fc2_alpha[static_cast<size_t>(expert)] = fc2_outer.stored;
-}
-
 // The first non-finite expert of a stack, by matrix.
 Status check_finite(
     const char* name, const uint16_t* x, int64_t experts, int64_t elements, int threads) {
@@ -239,19 +158,16 @@ Status quantize_stacks(ExpertWeights::Storage& s,
                        Stream stream) {
   if (s.on_device) return s.on_device->quantize(fc1, fc2, refuse_nonfinite, stream);
   const int64_t experts = s.shape.num_local_experts;
-  const int64_t fc1_elements = fc1.num_elements() / experts;
-  const int64_t fc2_elements = fc2.num_elements() / experts;
   if (refuse_nonfinite) {
+    const int64_t fc1_elements = fc1.num_elements() / experts;
+    const int64_t fc2_elements = fc2.num_elements() / experts;
     const int threads = threads_or_default(s.num_threads);
     HX_RETURN_IF_ERROR(
         check_finite("fc1_weight", fc1.as<uint16_t>(), experts, fc1_elements, threads));
     HX_RETURN_IF_ERROR(
         check_finite("fc2_weight", fc2.as<uint16_t>(), experts, fc2_elements, threads));
   }
-  for (int64_t e = 0; e < experts; ++e) {
-    quantize_expert(
-        s, e, fc1.as<uint16_t>() + e * fc1_elements, fc2.as<uint16_t>() + e * fc2_elements);
-  }
+  quantize_experts(s, 0, experts, fc1.as<uint16_t>(), fc2.as<uint16_t>());
   return {};
 }
 
@@ -437,7 +353,7 @@ Status ExpertWeights::set_expert(int64_t expert,
     if (storage_->on_device) {
       return storage_->on_device->set_expert(expert, fc1_weight, fc2_weight, stream);
     }
-    quantize_expert(*storage_, expert, fc1_weight.as<uint16_t>(), fc2_weight.as<uint16_t>());
+    quantize_experts(*storage_, expert, 1, fc1_weight.as<uint16_t>(), fc2_weight.as<uint16_t>());
     return {};
   });
 }

@@ -54,8 +54,9 @@ class GroupBuilder {
     std::memset(codes(n) + from / 2, 0, static_cast<size_t>((k_ - from) / 2));
     std::memset(scales(n) + from / 16, scale, static_cast<size_t>((k_ - from) / 16));
   }
-  void quantize(int64_t n, const uint16_t* x, int64_t size, const OuterScale& outer) {
-    cpu::quantize_padded_row(cpu::best_kernels(), x, size, k_, outer, codes(n), scales(n));
+  void quantize(
+      int64_t n, const uint16_t* x, int64_t size, const OuterScale& outer, const uint16_t* ahead) {
+    cpu::quantize_padded_row(cpu::best_kernels(), x, size, k_, outer, codes(n), scales(n), ahead);
   }
   // `size` elements, a multiple of 16, that are quantized already.
   void copy(int64_t n, const uint8_t* row_codes, const uint8_t* row_scales, int64_t size) {
