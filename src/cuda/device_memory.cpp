@@ -16,13 +16,14 @@ bool injected_failure() {
 // A thread that has not used a device yet is told that all memory is the host's. Choosing the device
 // that is chosen already does not begin it; freeing nothing does, and in this mode it leaves alone a
 // graph that another thread captures.
-cudaError_t begin_device_use(const Device& device) {
+Status begin_device_use(const Device& device) {
   const CurrentDevice current(device);
+  HX_RETURN_IF_ERROR(current.status());
   cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-  cudaError_t error = cudaThreadExchangeStreamCaptureMode(&mode);
-  if (error == cudaSuccess) error = cudaFree(nullptr);
-  const cudaError_t restored = cudaThreadExchangeStreamCaptureMode(&mode);
-  return error == cudaSuccess ? restored : error;
+  HX_RETURN_IF_ERROR(check(cudaThreadExchangeStreamCaptureMode(&mode), to_string(device)));
+  const Status begun = check(cudaFree(nullptr), to_string(device));
+  HX_RETURN_IF_ERROR(check(cudaThreadExchangeStreamCaptureMode(&mode), to_string(device)));
+  return begun;
 }
 
 class DeviceMemory final : public Memory {
@@ -84,7 +85,7 @@ Status check_memory(std::string_view name, const void* data, const Device& devic
   cudaPointerAttributes attributes{};
   HX_RETURN_IF_ERROR(check(cudaPointerGetAttributes(&attributes, data), name));
   if (attributes.type == cudaMemoryTypeUnregistered) {
-    HX_RETURN_IF_ERROR(check(begin_device_use(device), to_string(device)));
+    HX_RETURN_IF_ERROR(begin_device_use(device));
     HX_RETURN_IF_ERROR(check(cudaPointerGetAttributes(&attributes, data), name));
   }
   if (attributes.type == cudaMemoryTypeUnregistered || attributes.devicePointer == nullptr) {

@@ -67,7 +67,8 @@ class Forward {
  private:
   cudaError_t route() {
     const StageRange range("route");
-    // The first kernel waits for all that came before this layer.
+    // Without overlap: it waits for all that came before this layer, and the quantizer's early loads
+    // rely on that.
     return route_tokens({.routing_map = args_.routing_map,
                          .is_i64 = args_.routing_is_i64,
                          .rows = args_.rows,

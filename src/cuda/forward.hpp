@@ -1,4 +1,4 @@
-// quantize -> route -> FC1 + activation -> requantize -> FC2 -> combine, enqueued on one stream.
+// route -> quantize -> FC1 + activation -> requantize -> FC2 -> combine, enqueued on one stream.
 #pragma once
 
 #include <memory>

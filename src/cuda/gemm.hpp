@@ -3,7 +3,7 @@
 //   sum[row, n] = sum over k of x[row, k] * e2m1(n, k) * e4m3(n, k / 16)       FP32, exact products
 //
 // The weights are the register operand of wgmma and the tokens the shared-memory one, so a tile may
-// be as narrow as 8 tokens. A block loops over tiles: one warpgroup fills a ring of stages, two
+// be as narrow as 8 tokens. A block loops over tiles: one warp fills a ring of stages, two warpgroups
 // expand the weights and multiply.
 #pragma once
 
@@ -49,11 +49,10 @@ struct GroupedGemm {
   int splits = 1;  // parts of K; more than one with kPartial only
 };
 
-// The kernels for tiles of at most `max_width` tokens: narrower tiles leave room for more stages.
+// The kernels for tiles of at most `max_width` tokens: narrower tiles leave room for more of K in flight.
 struct GemmVariant {
   int max_width = 0;
   int64_t stage_k = 0;  // K elements of a pipeline stage; K is split at multiples of it
-  int blocks = 1;       // of a multiprocessor
   int num_widths = 0;
   int widths[8] = {};          // of tiles that are compiled, ascending
   cudaError_t (*configure)();  // once per device, before the first launch

@@ -59,7 +59,7 @@ struct Shape {
   // Steps of 16 k that are expanded while those before them are multiplied; two where registers are
   // scarce.
   static constexpr int kSteps = kMaxWidth == 256 || (kBlocks == 2 && kMaxWidth > 8) ? 2 : 4;
-  static constexpr int kItems = kMaxWidth <= 128 ? 4 : 2;  // that the producers are ahead
+  static constexpr int kItems = kMaxWidth <= 128 ? 4 : 2;  // that the producer is ahead
   static constexpr int kItemBytes = kItems * (kMaxWidth * 4 + 48);
   static constexpr int kBarrierBytes = 256;
   static constexpr int kAlignment = 1024;
@@ -231,8 +231,8 @@ __device__ __forceinline__ void copy_operands(const GroupedGemm& args,
   using S = Shape<kMaxWidth>;
   constexpr int kHalf = S::kSpans / 2;
   const uint8_t* records = records_of(args, item);
-  // A tile is as wide as its box: the last rows may be other experts', or zeros, and only reach
-  // columns nobody reads. So may the last spans, which nobody multiplies.
+  // A tile is as wide as its box: the last rows may be other experts', zeros or memory that
+  // nobody wrote, and only reach columns nobody reads. So may the last spans, which nobody multiplies.
   const int index = width_index<kMaxWidth>(item.tile.rows);
   const int width = tile_width<kMaxWidth>(index);
   const int half_bytes = kHalf * width * kXRowBytes;
@@ -258,7 +258,7 @@ __device__ __forceinline__ void copy_operands(const GroupedGemm& args,
   }
 }
 
-// What the consumers need of an item beside its operands, by a warp that waits for nothing.
+// What the consumers need of an item beside its operands, by a warp that does not wait for it.
 template <int kMaxWidth>
 __device__ __forceinline__ void announce(const GroupedGemm& args,
                                          const Shared<kMaxWidth>& shared,

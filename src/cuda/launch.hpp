@@ -45,6 +45,8 @@ struct QuantizeTokens {
   float* route_scale = nullptr;  // [routes] token_scale of the route's token
 };
 cudaError_t quantize_tokens(const QuantizeTokens& args, cudaStream_t stream);
+// With overlap_predecessor `source` is read before the predecessor has finished: it must be complete
+// when the predecessor starts. In a forward that is the routing, which waits for all that came before.
 cudaError_t quantize_tokens(const QuantizeTokens& args, const LaunchOptions& options);
 
 }  // namespace hexpert::cuda

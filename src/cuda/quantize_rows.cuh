@@ -34,9 +34,9 @@ __device__ __forceinline__ void store_half(uint16_t* row, int half, const HalfBl
 
 // `kWarps` warps quantize one row; a block of kQuantizeThreads has several such groups, all of which
 // call this together. load(i) gives half block i; `row` < 0 takes part in the barrier only.
-// The row may be overwritten in place: all of it is read before anything is stored. In between
-// copies() is called; it gives the rows of `operand` to fill, where not negative: [num_copies], or null
-// for the row itself.
+// The row may be overwritten in place: its maximum is taken before anything is stored, and a thread
+// stores only where it alone reads. In between copies_of_row() is called; it gives the rows of
+// `operand` to fill, where not negative: [num_copies], or null for the row itself.
 template <int kWarps, typename Load, typename Copies>
 __device__ __forceinline__ void quantize_row(int64_t row,
                                              const QuantizedRows& out,
