@@ -5,7 +5,7 @@ import os
 
 import kernels
 import torch
-from problem import copies_of, element_type
+from problem import Graph, copies_of, element_type
 
 
 class Bf16Weights:
@@ -68,6 +68,12 @@ class TorchLayer:
         torch.sum(y, dim=1, out=out)
 
 
+def route_buffers(model, routes, device):
+    """Results of FC1, of the activation and of FC2, a row for every route."""
+    sizes = (model.fc1_rows, model.intermediate_size, model.hidden_size)
+    return [torch.empty(routes, size, dtype=element_type(device), device=device) for size in sizes]
+
+
 class TritonLayer:
     """The fused MoE kernel of serving engines, in BF16: block-aligned routes, GEMM with gather, activation, GEMM with
     weights, sum. Tiles are chosen for every cell among kernels.TILES, by time."""
@@ -81,10 +87,7 @@ class TritonLayer:
     def variants(self, tokens, calls):
         model = self.model
         routes = tokens * model.top_k
-        kwargs = {"dtype": element_type(self.device), "device": self.device}
-        self.h = torch.empty(routes, model.fc1_rows, **kwargs)
-        self.a = torch.empty(routes, model.intermediate_size, **kwargs)
-        self.y = torch.empty(routes, model.hidden_size, **kwargs)
+        self.h, self.a, self.y = route_buffers(model, routes, self.device)
         self.a.normal_(std=0.5)
         best = None
         for rows, tiles in kernels.tiles_for(routes / model.num_experts).items():
@@ -93,15 +96,14 @@ class TritonLayer:
             for gemm in (self._fc1, self._fc2):
                 timed = [(self._time(gemm, plan, tile, calls), tile) for tile in tiles]
                 times.append(min(timed, key=lambda pair: pair[0]))
-            if best is None or sum(t for t, _ in times) < best[0]:
-                best = (sum(t for t, _ in times), plan, times[0][1], times[1][1])
+            total = sum(t for t, _ in times)
+            if best is None or total < best[0]:
+                best = (total, plan, times[0][1], times[1][1])
         _, self.plan, self.tile1, self.tile2 = best
         self.choice = f"{self.tile1} {self.tile2}"
         return {"": self.forward}
 
     def _time(self, gemm, plan, tile, calls):
-        from problem import Graph
-
         pick = calls[: 2 if calls[0].tokens >= 512 else 8]
         plan.run(pick[0].routing_map)
         copies = len(self.weights.copies)
@@ -252,13 +254,9 @@ class HummingLayers:
 
     def variants(self, tokens, calls):
         del calls
-        model = self.model
-        routes = tokens * model.top_k
-        kwargs = {"dtype": element_type(self.device), "device": self.device}
-        self.h = torch.empty(routes, model.fc1_rows, **kwargs)
-        self.a = torch.empty(routes, model.intermediate_size, **kwargs)
-        self.y = torch.empty(routes, model.hidden_size, **kwargs)
-        self.x = torch.empty(routes, model.hidden_size, **kwargs)
+        routes = tokens * self.model.top_k
+        self.h, self.a, self.y = route_buffers(self.model, routes, self.device)
+        self.x = torch.empty_like(self.y)
         by_kind = {}
         for key, _, compute, tuning in self.schedules(tokens):
             by_kind.setdefault(key, []).append((compute, tuning))
@@ -273,7 +271,7 @@ class HummingLayers:
         blocks = [json.loads(tuning)["block_shape"][0] for _, tuning in pair]
         plans = {rows: kernels.Alignment(routes, self.model.num_experts, rows, self.device) for rows in blocks}
 
-        def gemm(layer, inputs, outputs, call, rows, config, top_k):
+        def gemm(layer, inputs, outputs, rows, config, top_k):
             plan = plans[rows]
             layer(
                 inputs=inputs,
@@ -291,9 +289,9 @@ class HummingLayers:
             fc1, fc2 = self.weights.copies[copy][padding]
             for plan in plans.values():
                 plan.run(call.routing_map)
-            gemm(fc1, call.hidden_states, self.h, call, blocks[0], pair[0], self.model.top_k)
+            gemm(fc1, call.hidden_states, self.h, blocks[0], pair[0], self.model.top_k)
             kernels.activate(self.h, self.a, self.model.gated)
-            gemm(fc2, self.a, self.y, call, blocks[1], pair[1], 1)
+            gemm(fc2, self.a, self.y, blocks[1], pair[1], 1)
             kernels.combine(self.y, call.probabilities, None, out)
 
         return forward
