@@ -57,6 +57,46 @@ TEST(Edges, TopKAndLocalExperts) {
   expect_every_backend(layer(16, 4, 8, 4));
 }
 
+// More slots a token than a warp has lanes.
+TEST(Edges, ManySlots) {
+  for (int64_t top_k : {40, 160}) {
+    // Distinct experts; any of them in any slot, -1 among them; a third of them local.
+    MoeCase c{.num_experts = 192,
+              .top_k = top_k,
+              .hidden_size = 48,
+              .intermediate_size = 32,
+              .tokens = 5,
+              .activation = kSwiGlu};
+    expect_every_backend(c);
+    c.routing = Routing::kRepeating;
+    expect_every_backend(c);
+    c.num_local_experts = 64;
+    c.local_expert_offset = 100;
+    expect_every_backend(c);
+
+    c.routing = Routing::kImbalanced;
+    const ExpertWeights weights = make_weights(c);
+    MoeData data(c);
+    for (int64_t s = 31; s < top_k; s += 32) {
+      data.ids[static_cast<size_t>(s)] = -1;
+      data.ids[static_cast<size_t>(top_k + s - 1)] = -1;
+    }
+    data.sync_ids();
+    expect_every_backend(c, weights, data, data.inputs(c));
+    expect_every_backend(c, weights, data, data.inputs(c, false));
+  }
+}
+
+// As many as the routing of a GPU counts.
+TEST(Edges, ManyExperts) {
+  expect_every_backend({.num_experts = 16384,
+                        .top_k = 3,
+                        .hidden_size = 16,
+                        .intermediate_size = 16,
+                        .tokens = 40,
+                        .activation = kSwiGlu});
+}
+
 // Rows per expert around the widths of the kernels' token tiles and passes.
 TEST(Edges, RowsPerExpert) {
   for (int64_t rows : {5, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257}) {
@@ -244,6 +284,59 @@ TEST(Values, WidePreActivations) {
   }
 }
 
+using Projection = ExpertWeights::Projection;
+
+// One NVFP4 matrix of an expert.
+struct Matrix {
+  std::vector<uint8_t> codes, scales;
+  float alpha = 1;
+};
+
+Matrix export_matrix(const ExpertWeights& weights, int64_t expert, Projection projection) {
+  const ExpertShape& shape = weights.shape();
+  const bool down = projection == Projection::kDown;
+  const int64_t rows = down ? shape.hidden_size : shape.intermediate_size;
+  const int64_t blocks = ((down ? shape.intermediate_size : shape.hidden_size) + 15) / 16;
+  Matrix m{std::vector<uint8_t>(static_cast<size_t>(rows * blocks * 8)),
+           std::vector<uint8_t>(static_cast<size_t>(rows * blocks))};
+  const Status status =
+      weights.export_projection(expert, projection, m.codes.data(), m.scales.data(), &m.alpha);
+  if (!status.ok()) throw Error(status);
+  return m;
+}
+
+// Pre-activations of both signs past the largest FP32 number, also where the other one is ordinary.
+TEST(Values, InfinitePreActivations) {
+  for (const Activation& activation : {kSquaredRelu, kSwiGlu, kOai, kGeGlu, kSiTu, kSiTuBoth}) {
+    const MoeCase c{.num_experts = 4,
+                    .top_k = 2,
+                    .hidden_size = 48,
+                    .intermediate_size = 40,
+                    .tokens = 24,
+                    .activation = activation};
+    ExpertWeights weights = make_weights(c);
+    const Matrix up = export_matrix(weights, 0, Projection::kUp);
+    const Matrix gate = export_matrix(weights, 0, c.gated() ? Projection::kGate : Projection::kUp);
+    const Matrix down = export_matrix(weights, 0, Projection::kDown);
+    constexpr float kHuge = 3e38F;
+    const float alphas[][2] = {{kHuge, kHuge}, {kHuge, gate.alpha}, {up.alpha, kHuge}};
+    for (size_t e = 0; e < std::size(alphas); ++e) {
+      const Status status =
+          weights.set_quantized_expert(static_cast<int64_t>(e),
+                                       {{gate.codes.data(), gate.scales.data(), alphas[e][1]},
+                                        {up.codes.data(), up.scales.data(), alphas[e][0]},
+                                        {down.codes.data(), down.scales.data(), down.alpha}});
+      ASSERT_TRUE(status.ok()) << status.to_string();
+    }
+    MoeData data(c);
+    for (int64_t i = 0; i < 8 * c.hidden_size; ++i) {  // token scales that reach further
+      data.hidden_states[static_cast<size_t>(i)] = test::bf16(
+          1e4 * static_cast<double>(bf16_to_f32(data.hidden_states[static_cast<size_t>(i)])));
+    }
+    expect_every_backend(c, weights, data, data.inputs(c));
+  }
+}
+
 TEST(Values, SpecialExperts) {
   const MoeCase c{.num_experts = 4,
                   .top_k = 2,
@@ -307,23 +400,10 @@ TEST(Values, DifferentScalesOfGateAndUp) {
                   .intermediate_size = 50,
                   .tokens = 10,
                   .activation = kSwiGlu};
-  using Projection = ExpertWeights::Projection;
   ExpertWeights weights = make_weights(c);
-  struct Matrix {
-    std::vector<uint8_t> codes, scales;
-    float alpha = 0;
-  };
-  const auto read = [&](Projection projection, int64_t rows, int64_t cols) {
-    const int64_t blocks = (cols + 15) / 16;
-    Matrix m{std::vector<uint8_t>(static_cast<size_t>(rows * blocks * 8)),
-             std::vector<uint8_t>(static_cast<size_t>(rows * blocks))};
-    EXPECT_TRUE(
-        weights.export_projection(1, projection, m.codes.data(), m.scales.data(), &m.alpha).ok());
-    return m;
-  };
-  const Matrix gate = read(Projection::kGate, c.intermediate_size, c.hidden_size);
-  const Matrix up = read(Projection::kUp, c.intermediate_size, c.hidden_size);
-  const Matrix down = read(Projection::kDown, c.hidden_size, c.intermediate_size);
+  const Matrix gate = export_matrix(weights, 1, Projection::kGate);
+  const Matrix up = export_matrix(weights, 1, Projection::kUp);
+  const Matrix down = export_matrix(weights, 1, Projection::kDown);
   const Status status =
       weights.set_quantized_expert(1,
                                    {{gate.codes.data(), gate.scales.data(), gate.alpha * 10},

@@ -2,7 +2,8 @@
 // file defines. One IEEE operation a step and no step that depends on the width: every instruction
 // set gives the same bits.
 
-// g sigmoid(g) u with relative error below 2^-21, for every finite g and u.
+// g sigmoid(g) u with relative error below 2^-21 for every finite g and u, and the definition's value for
+// the others.
 //
 // exp(-|g|) = p * 2^n. For g >= 0 the factor is 1 / (1 + p 2^n); for g < 0 it is p 2^n / (1 + p 2^n),
 // and 2^n may be far below the smallest FP32 number although the product with a large u is not: it
@@ -10,7 +11,7 @@
 inline Vec::F swiglu(Vec::F g, Vec::F u) {
   const Vec::F one = Vec::set1(1.0F);
   const Vec::F zero = Vec::set1(0.0F);
-  // Below -190 the result is zero for every FP32 u.
+  // Below -190 the result is zero for every finite u.
   const Vec::F gate = Vec::max_or_second(Vec::set1(-190.0F), g);
   const Vec::F x = Vec::min_or_second(Vec::set1(200.0F), Vec::abs(gate));
 
@@ -34,7 +35,10 @@ inline Vec::F swiglu(Vec::F g, Vec::F u) {
   const Vec::F f2 = Vec::mul(f, f);
   const Vec::F z = Vec::mul(Vec::mul(Vec::mul(p, f2), f), f_last);
 
-  const Vec::F numerator = Vec::mul(gate, Vec::if_negative(gate, p, one));
+  // The definition's sigmoid, in FP64, is zero below this: an infinite u gives NaN.
+  const Vec::F below = Vec::add(g, Vec::set1(709.782654F));
+  const Vec::F p_or_zero = Vec::if_negative(below, zero, p);
+  const Vec::F numerator = Vec::mul(gate, Vec::if_negative(gate, p_or_zero, one));
   const Vec::F q = Vec::div(numerator, Vec::add(one, z));
   const Vec::F scale = Vec::if_negative(gate, f, one);
   const Vec::F last = Vec::if_negative(gate, f_last, one);

@@ -1,4 +1,4 @@
-// Activations in FP32, with relative error below 2^-20.
+// Activations in FP32, with relative error below 2^-20; a subnormal gate costs more.
 #pragma once
 
 #include <cstdint>
@@ -12,8 +12,12 @@ __device__ __forceinline__ float squared_relu(float z) {
 
 // g sigmoid(g) u from z = exp(-|g|): g / (1 + z), or g z / (1 + z) for a negative g.
 __device__ __forceinline__ float swiglu(float g, float u) {
-  const float gate = g < -200.0F ? -200.0F : g;  // zero for every FP32 u
-  // There z comes near the smallest FP32 numbers while a large u may lift the product: it is taken
+  // Below -200 the result is zero for every finite u. From -709.78 on the definition's sigmoid, in FP64,
+  // is zero, and an infinite u gives NaN: so does a gate with z = 0.
+  const float least = g <= -709.782715F ? -2000.0F : -200.0F;
+  float gate;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(gate) : "f"(g), "f"(least));
+  // Far below zero z nears the smallest FP32 numbers while a large u may lift the product: it is taken
   // as the square of 2^-24 times an ordinary number.
   const bool far = gate < -80.0F;
   const float x = far ? __fmul_rn(-0.5F, gate) : fminf(fabsf(gate), 200.0F);
