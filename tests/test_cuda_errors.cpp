@@ -126,6 +126,38 @@ TEST_F(CudaErrors, CpuBackendsDoNotRunDeviceWeights) {
             ErrorCode::kUnsupportedDevice);
 }
 
+TEST_F(CudaErrors, MoreExpertsThanTheRoutingCounts) {
+  const MoeCase c{.num_experts = 16385, .hidden_size = 16, .intermediate_size = 16};
+  PrepareOptions options;
+  options.device = kGpu;
+  const ExpertWeights weights = ExpertWeights::allocate(c.shape(), options).value();
+  const std::string reason = "cuda-sm90a: at most 16384 local experts, got 16385";
+  const auto create = [&](const char* backend) {
+    MoeOptions moe_options;
+    moe_options.backend = backend;
+    return RoutedMoe::create(c.problem(), weights, moe_options).status();
+  };
+  EXPECT_EQ(create(kHopper).code(), ErrorCode::kUnsupported);
+  EXPECT_EQ(create(kHopper).message(), "backend: " + reason);
+  EXPECT_EQ(create("").code(), ErrorCode::kUnsupportedDevice);
+  EXPECT_EQ(create("").message(), "backend: no backend of this build for cuda:0; " + reason);
+}
+
+TEST_F(CudaErrors, DevicesThatDoNotExist) {
+  int count = 0;
+  cuda_ok(cudaGetDeviceCount(&count));
+  const Status status = query_backend(Device::cuda(count)).status();
+  EXPECT_EQ(status.code(), ErrorCode::kUnsupportedDevice);
+  EXPECT_NE(status.message().find("cuda-sm90a: no cuda:" + std::to_string(count) + ", " +
+                                  std::to_string(count) + " found"),
+            std::string::npos)
+      << status.message();
+  PrepareOptions options;
+  options.device = Device::cuda(count);
+  EXPECT_EQ(ExpertWeights::allocate(kCase.shape(), options).status().code(),
+            ErrorCode::kUnsupportedDevice);
+}
+
 TEST_F(CudaErrors, ExhaustedMemoryInCreateIsAStatusAndLeavesNothing) {
   const auto free_memory = [] {
     size_t free = 0;

@@ -25,7 +25,7 @@ cpu::Engine engine() {
 constexpr Backend kEmulated = {
     .name = "emulated-amx",
     .device = DeviceType::kCpu,
-    .available = [] { return Support::yes(); },
+    .available = [](const Device&) { return Support::yes(); },
     .supports = [](const MoeProblem&, const ExpertShape&) { return Support::yes(); },
     .workspace_bytes =
         [](const MoeProblem& problem, const ExpertShape& shape, const MoeOptions& options) {

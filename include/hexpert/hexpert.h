@@ -80,7 +80,7 @@ typedef struct hx_backend_info {
   size_t size;
   const char* name;    /* "cpu-amx" */
   int32_t device_type; /* kDLCPU or kDLCUDA */
-  int32_t available;   /* 1: runs on this machine */
+  int32_t available;   /* 1: runs here; a GPU backend: on cuda:0 */
   const char* reason;  /* "" when available, else the first unmet condition */
 } hx_backend_info;
 #define HX_BACKEND_INFO_INIT \

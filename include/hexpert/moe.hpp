@@ -85,7 +85,8 @@ struct BackendInfo {
   bool available = false;
   std::string reason;  // empty when available, else the first unmet condition in words
 };
-/// All backends, best first, "reference" last. Never fails.
+/// All backends, best first, "reference" last, each asked about the first device of its type: cuda:0. Of
+/// another device query_backend() tells. Never fails.
 std::vector<BackendInfo> list_backends();
 /// The best backend for a device, or the reason why there is none. Never throws.
 Result<std::string> query_backend(const Device& device);

@@ -67,7 +67,7 @@ struct ForwardArgs {
 struct Backend {
   std::string_view name;
   DeviceType device = DeviceType::kCpu;
-  Support (*available)();  // can this machine run it
+  Support (*available)(const Device&);  // can that device, one of its type, run it
   Support (*supports)(const MoeProblem&, const ExpertShape&);
   // A function of its arguments only; touches no device.
   int64_t (*workspace_bytes)(const MoeProblem&, const ExpertShape&, const MoeOptions&);

@@ -31,7 +31,7 @@ std::string names() {
 
 // Can `backend` run on `device`?
 Support can_run(const Backend& backend, const Device& device) {
-  if (backend.device == device.type) return backend.available();
+  if (backend.device == device.type) return backend.available(device);
   return Support::no(fmt::format("runs on {}, not on {}",
                                  backend.device == DeviceType::kCpu ? "cpu" : "cuda",
                                  to_string(device)));
@@ -61,7 +61,7 @@ Result<const Backend*> find_backend(std::string_view name, const Device& device)
 std::vector<BackendInfo> list_backends() {
   std::vector<BackendInfo> infos;
   for (const Backend* backend : kBackends) {
-    Support support = backend->available();
+    Support support = backend->available({backend->device, 0});
     infos.push_back({backend->name, backend->device, support.ok, std::move(support.reason)});
   }
   return infos;

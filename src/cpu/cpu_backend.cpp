@@ -18,7 +18,7 @@ Engine engine() {
 }
 
 template <Isa isa>
-Support available() {
+Support available(const Device&) {
   const CpuFeatures& f = cpu_features();
   const std::string_view missing = isa == Isa::kAmx          ? f.amx_missing
                                    : isa == Isa::kAvx512Vnni ? f.avx512_missing

@@ -16,28 +16,29 @@ namespace {
 constexpr int kMajor = 9;
 constexpr int kMinor = 0;
 
-Support available() {
+Support available(const Device& device) {
   int count = 0;
-  const cudaError_t error = cudaGetDeviceCount(&count);
-  if (error != cudaSuccess) {
-    (void)cudaGetLastError();
-    return Support::no(fmt::format("the CUDA driver reports: {}", cudaGetErrorString(error)));
+  int major = 0;
+  int minor = 0;
+  Status status = check(cudaGetDeviceCount(&count), "the CUDA driver reports");
+  if (!status.ok()) return Support::no(status.message());
+  if (device.index < 0 || device.index >= count) {
+    return Support::no(fmt::format("no {}, {} found", to_string(device), count));
   }
-  std::string others;
-  for (int i = 0; i < count; ++i) {
-    int major = 0;
-    int minor = 0;
-    if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, i) != cudaSuccess ||
-        cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, i) != cudaSuccess) {
-      return Support::no(fmt::format("cuda:{}: {}", i, cudaGetErrorString(cudaGetLastError())));
-    }
-    if (major == kMajor && minor == kMinor) return Support::yes();
-    others += fmt::format("{}cuda:{} has {}.{}", others.empty() ? "" : ", ", i, major, minor);
+  status = check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device.index),
+                 to_string(device));
+  if (status.ok()) {
+    status = check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device.index),
+                   to_string(device));
   }
-  return Support::no(fmt::format("needs a GPU of compute capability {}.{}{}",
+  if (!status.ok()) return Support::no(status.message());
+  if (major == kMajor && minor == kMinor) return Support::yes();
+  return Support::no(fmt::format("needs a GPU of compute capability {}.{}, {} has {}.{}",
                                  kMajor,
                                  kMinor,
-                                 count == 0 ? ", found none" : ": " + others));
+                                 to_string(device),
+                                 major,
+                                 minor));
 }
 
 Support supports(const MoeProblem& problem, const ExpertShape& shape) {

@@ -13,7 +13,7 @@ Support absent() {
 const Backend cuda_sm90a_backend = {
     .name = "cuda-sm90a",
     .device = DeviceType::kCuda,
-    .available = absent,
+    .available = [](const Device&) { return absent(); },
     .supports = [](const MoeProblem&, const ExpertShape&) { return absent(); },
     .workspace_bytes =
         [](const MoeProblem&, const ExpertShape&, const MoeOptions&) { return int64_t{0}; },

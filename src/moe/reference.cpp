@@ -278,7 +278,7 @@ Status forward(const ForwardArgs& args) {
 const Backend reference_backend = {
     .name = "reference",
     .device = DeviceType::kCpu,
-    .available = [] { return Support::yes(); },
+    .available = [](const Device&) { return Support::yes(); },
     .supports = [](const MoeProblem&, const ExpertShape& shape) -> Support {
       const int64_t longest = std::max(shape.hidden_size, shape.intermediate_size);
       if (longest <= reference::kMaxExactK) return Support::yes();

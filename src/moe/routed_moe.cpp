@@ -75,7 +75,7 @@ Result<const Backend*> choose_backend(const MoeProblem& problem,
   std::string reasons;
   for (const Backend* backend : backends()) {
     if (backend->device != device.type) continue;
-    Support support = backend->available();
+    Support support = backend->available(device);
     if (support) support = backend->supports(problem, shape);
     if (support) return backend;
     reasons += fmt::format("; {}: {}", backend->name, support.reason);
