@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include <limits>
+
 #include "core/without_bad_alloc.hpp"
 #include "cuda/device_memory.hpp"
 #include "cuda/fragments.hpp"
@@ -11,7 +13,9 @@
 namespace hexpert::cuda {
 namespace {
 
-constexpr double kMaxBytes = 1e15;  // beyond any device; keeps the sums below inside int64
+constexpr double kMaxBytes = 1e15;   // beyond any device; keeps the sums below inside int64
+constexpr int64_t kMaxGrid = 65535;  // blocks in y and z, of experts and of 128 rows
+constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
 
 // One matrix of every expert, where it is quantized to.
 struct Target {
@@ -116,6 +120,18 @@ Result<std::unique_ptr<DeviceWeights>> HopperWeights::allocate(const ExpertShape
                                                                const PrepareOptions& options) {
   const FragmentWeights sizes = fragment_sizes(shape);
   const int64_t experts = shape.num_local_experts;
+  constexpr int64_t kMaxRows = kMaxGrid * layout::sm90_fragments::kTileRows;
+  if (experts > kMaxGrid || std::max(sizes.fc1_rows, sizes.fc2_rows) > kMaxRows) {
+    return Status(ErrorCode::kUnsupported,
+                  fmt::format("weights: expected at most {} experts with matrices of at most {} "
+                              "rows on {}, got {} with {} and {}",
+                              kMaxGrid,
+                              kMaxRows,
+                              to_string(options.device),
+                              experts,
+                              sizes.fc1_rows,
+                              sizes.fc2_rows));
+  }
   const double wanted =
       static_cast<double>(experts) *
       (static_cast<double>(sizes.fc1_rows) * static_cast<double>(sizes.hidden) +
@@ -285,6 +301,15 @@ Status HopperWeights::read_alphas(float* fc1_up, float* fc1_gate, float* fc2) co
 Status quantize_tokens_on_device(const ConstTensorView& hidden_states,
                                  const Nvfp4View& out,
                                  Stream stream) {
+  if (hidden_states.shape[0] > kMaxInt32 || out.cols > kMaxInt32) {
+    return {ErrorCode::kTooLarge,
+            fmt::format("hidden_states: expected at most {} rows and padded columns on {}, got {} "
+                        "and {}",
+                        kMaxInt32,
+                        to_string(hidden_states.device),
+                        hidden_states.shape[0],
+                        out.cols)};
+  }
   const CurrentDevice current(hidden_states.device);
   HX_RETURN_IF_ERROR(current.status());
   return check(quantize_tokens({.source = hidden_states.as<uint16_t>(),
