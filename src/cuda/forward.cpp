@@ -227,12 +227,9 @@ Result<std::unique_ptr<BackendPlan>> make_plan(const MoeProblem& problem,
     const GemmVariant& variant = *kGemmVariants[i];
     HX_RETURN_IF_ERROR(check(variant.configure(), "grouped_gemm"));
     const HopperWorkspace& work = plan->workspace;
-    if (operand_maps(plan->x_maps[i], variant, work.x, slots, plan->weights.hidden) !=
-            CUDA_SUCCESS ||
-        operand_maps(plan->h_maps[i], variant, work.h, slots, plan->weights.intermediate) !=
-            CUDA_SUCCESS) {
-      return Status(ErrorCode::kDeviceError, "cuTensorMapEncodeTiled: refused by the driver");
-    }
+    HX_RETURN_IF_ERROR(operand_maps(plan->x_maps[i], variant, work.x, slots, plan->weights.hidden));
+    HX_RETURN_IF_ERROR(
+        operand_maps(plan->h_maps[i], variant, work.h, slots, plan->weights.intermediate));
   }
   return std::unique_ptr<BackendPlan>(std::move(plan));
 }

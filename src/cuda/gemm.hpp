@@ -13,6 +13,7 @@
 
 #include "cuda/launch_options.hpp"
 #include "cuda/route.hpp"
+#include "hexpert/status.hpp"
 
 namespace hexpert::cuda {
 
@@ -24,9 +25,12 @@ enum class Epilogue : uint8_t {
   kPartial,      // out = sums of this part of K, FP32, in fragment row order
 };
 
+// Widths of tile that a kernel is compiled for, at most.
+inline constexpr int kMaxWidths = 8;
+
 // Rows of FP16 values as the copy engine sees them, for each width of tile that a kernel has.
 struct OperandMaps {
-  CUtensorMap of_width[8];
+  CUtensorMap of_width[kMaxWidths];
 };
 
 // The predecessor in the stream may let this start early, but not before `routes` is complete.
@@ -54,15 +58,15 @@ struct GemmVariant {
   int max_width = 0;
   int64_t stage_k = 0;  // K elements of a pipeline stage; K is split at multiples of it
   int num_widths = 0;
-  int widths[8] = {};          // of tiles that are compiled, ascending
-  cudaError_t (*configure)();  // once per device, before the first launch
+  int widths[kMaxWidths] = {};  // of tiles that are compiled, ascending
+  cudaError_t (*configure)();   // once per device, before the first launch
   cudaError_t (*launch)(const GroupedGemm& args,
                         Epilogue epilogue,
                         int multiprocessors,
                         const LaunchOptions& options);
 };
 // Describes `rows` rows of `k` values at `data`, FP16, to a kernel.
-CUresult operand_maps(
+Status operand_maps(
     OperandMaps& maps, const GemmVariant& variant, const uint16_t* data, int64_t rows, int64_t k);
 
 extern const GemmVariant gemm_width8;

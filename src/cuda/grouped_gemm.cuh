@@ -604,6 +604,7 @@ GemmVariant variant() {
   GemmVariant v;
   v.max_width = kMaxWidth;
   v.stage_k = Shape<kMaxWidth>::kSpans * kSpan;
+  static_assert(num_widths<kMaxWidth>() <= kMaxWidths);
   v.num_widths = num_widths<kMaxWidth>();
   for (int i = 0; i < v.num_widths; ++i)
     v.widths[i] = tile_width<kMaxWidth>(i);

@@ -1,24 +1,37 @@
 #include <cudaTypedefs.h>
 #include <cuda_runtime_api.h>
 
+#include "cuda/device_memory.hpp"
 #include "cuda/gemm.hpp"
 #include "format/layout.hpp"
 
 namespace hexpert::cuda {
+namespace {
 
-CUresult operand_maps(
-    OperandMaps& maps, const GemmVariant& variant, const uint16_t* data, int64_t rows, int64_t k) {
-  // From the driver that is loaded, so that the library does not link against it.
+constexpr const char* kEncode = "cuTensorMapEncodeTiled";
+
+// From the driver that is loaded, so that the library does not link against it.
+Result<void*> find_encode() {
   constexpr unsigned kVersion = 12000;
   void* entry = nullptr;
   cudaDriverEntryPointQueryResult found{};
-  const cudaError_t error = cudaGetDriverEntryPointByVersion(
-      "cuTensorMapEncodeTiled", &entry, kVersion, cudaEnableDefault, &found);
-  if (error != cudaSuccess || found != cudaDriverEntryPointSuccess) {
-    (void)cudaGetLastError();
-    return CUDA_ERROR_NOT_FOUND;
+  HX_RETURN_IF_ERROR(
+      check(cudaGetDriverEntryPointByVersion(kEncode, &entry, kVersion, cudaEnableDefault, &found),
+            kEncode));
+  // The driver's error numbers are the runtime's.
+  if (found != cudaDriverEntryPointSuccess) {
+    return check(static_cast<cudaError_t>(CUDA_ERROR_NOT_FOUND), kEncode);
   }
-  const auto encode = reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(entry);
+  return entry;
+}
+
+}  // namespace
+
+Status operand_maps(
+    OperandMaps& maps, const GemmVariant& variant, const uint16_t* data, int64_t rows, int64_t k) {
+  static const Result<void*> found = find_encode();
+  if (!found.ok()) return found.status();
+  const auto encode = reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(*found);
   // [k / span][rows][span], so that a box holds the rows of a tile for each span in turn. Half a
   // stage: the blocks of a cluster fetch a half each.
   constexpr cuuint64_t kSpan = layout::sm90_fragments::kSpan;
@@ -42,9 +55,9 @@ CUresult operand_maps(
                                    CU_TENSOR_MAP_SWIZZLE_128B,
                                    CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
                                    CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    if (result != CUDA_SUCCESS) return result;
+    HX_RETURN_IF_ERROR(check(static_cast<cudaError_t>(result), kEncode));
   }
-  return CUDA_SUCCESS;
+  return {};
 }
 
 }  // namespace hexpert::cuda
