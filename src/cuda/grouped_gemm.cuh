@@ -213,12 +213,12 @@ __device__ __forceinline__ int width_index(int rows) {
 template <int kMaxWidth>
 __device__ __forceinline__ void prefetch_first_items(const GroupedGemm& args) {
   using S = Shape<kMaxWidth>;
-  int budget = S::kStages * S::kSpans * kRecordBytes;
+  int budget = S::kStages * S::kSpans;  // spans
   for (ItemLoop<kMaxWidth> loop(args); !loop.done() && budget > 0;) {
     const Item item = loop.take();
-    const int bytes = min(budget, (item.end_span - item.first_span) * kRecordBytes);
-    ptx::prefetch_to_l2(records_of(args, item), bytes);
-    budget -= bytes;
+    const int spans = min(budget, item.end_span - item.first_span);
+    ptx::prefetch_to_l2(records_of(args, item), spans * kRecordBytes);
+    budget -= spans;
   }
 }
 
