@@ -17,6 +17,22 @@ struct Values {
   uint32_t pairs[kPairs];
 };
 
+// Values `first`, `first` + 1, ... of a row of `cols`; zeros past its end.
+template <int kPairs>
+__device__ __forceinline__ Values<kPairs> load_values(const uint16_t* row,
+                                                      int64_t first,
+                                                      int64_t cols) {
+  Values<kPairs> x;
+#pragma unroll
+  for (int i = 0; i < kPairs; ++i) {
+    const int64_t col = first + 2 * i;
+    const uint32_t even = col < cols ? row[col] : 0;
+    const uint32_t odd = col + 1 < cols ? row[col + 1] : 0;
+    x.pairs[i] = even | odd << 16;
+  }
+  return x;
+}
+
 // Maxima of the even and of the odd values' magnitudes, as bit patterns: NaN wins over infinity.
 template <int kPairs>
 __device__ __forceinline__ uint32_t amax_of_halves(const Values<kPairs>& x) {

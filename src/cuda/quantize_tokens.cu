@@ -16,15 +16,7 @@ __device__ __forceinline__ HalfBlock load_token(const QuantizeTokens& args,
     const auto v = *reinterpret_cast<const uint4*>(source + first);
     return {v.x, v.y, v.z, v.w};
   }
-  HalfBlock x;
-#pragma unroll
-  for (int i = 0; i < kHalfBlock / 2; ++i) {
-    const int64_t col = first + 2 * i;
-    const uint32_t even = col < args.cols ? source[col] : 0;
-    const uint32_t odd = col + 1 < args.cols ? source[col + 1] : 0;
-    x.pairs[i] = even | odd << 16;
-  }
-  return x;
+  return load_values<kHalfBlock / 2>(source, first, args.cols);
 }
 bool aligned_to_16(const QuantizeTokens& args) {
   return reinterpret_cast<uintptr_t>(args.source) % 16 == 0 && args.source_stride % 8 == 0;

@@ -57,15 +57,7 @@ __device__ __forceinline__ Block load_block(const QuantizeWeights& args,
     const uint4 high = from[1];
     return {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
   }
-  Block x;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const int64_t at = col + 2 * i;
-    const uint32_t even = at < args.cols ? row[at] : 0;
-    const uint32_t odd = at + 1 < args.cols ? row[at + 1] : 0;
-    x.pairs[i] = even | odd << 16;
-  }
-  return x;
+  return load_values<8>(row, col, args.cols);
 }
 
 // The word of one thread from two codes each of rows g and g + 8, at k = 2t and k = 2t + 8: their
