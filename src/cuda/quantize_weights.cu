@@ -152,15 +152,16 @@ cudaError_t quantize_weights(const QuantizeWeights& args, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
   constexpr int64_t kElementsPerBlock = int64_t{kThreads} * 8 * 16;
   const auto parts = static_cast<unsigned>((elements + kElementsPerBlock - 1) / kElementsPerBlock);
-  amax_kernel<<<dim3(parts, experts), kThreads, 0, stream>>>(args, aligned && elements % 8 == 0);
-  error = cudaGetLastError();
+  const LaunchOptions options{.stream = stream};
+  error = launch(
+      amax_kernel, dim3(parts, experts), kThreads, 0, options, args, aligned && elements % 8 == 0);
   if (error != cudaSuccess) return error;
   constexpr int64_t kCols = kSpans * fragments::kSpan;
   const dim3 grid(static_cast<unsigned>((args.fragment_cols + kCols - 1) / kCols),
                   static_cast<unsigned>(args.fragment_rows / kRows),
                   experts);
-  quantize_weights_kernel<<<grid, kThreads, 0, stream>>>(args, aligned && args.cols % 8 == 0);
-  return cudaGetLastError();
+  return launch(
+      quantize_weights_kernel, grid, kThreads, 0, options, args, aligned && args.cols % 8 == 0);
 }
 
 }  // namespace hexpert::cuda
