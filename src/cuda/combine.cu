@@ -122,6 +122,10 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const Combine args) {
 
 }  // namespace
 
+cudaError_t configure_combine() {
+  return configure_all(combine_kernel<false, 8>, combine_kernel<false, 1>, combine_kernel<true, 4>);
+}
+
 cudaError_t combine(const Combine& args, const LaunchOptions& options) {
   const dim3 grid(
       static_cast<unsigned>(args.rows),

@@ -29,6 +29,9 @@ struct Combine {
     uint16_t* route_output = nullptr;       // [max_routes, route_cols] bf16, or null
   } partial;
 };
+
+// Once per device, before the first launch.
+cudaError_t configure_combine();
 cudaError_t combine(const Combine& args, const LaunchOptions& options);
 
 }  // namespace hexpert::cuda

@@ -143,6 +143,7 @@ Result<std::unique_ptr<DeviceWeights>> HopperWeights::allocate(const ExpertShape
   }
   const CurrentDevice current(options.device);
   if (!current.status().ok()) return current.status();
+  HX_RETURN_IF_ERROR(check(configure_quantize_weights(), "weights"));
 
   std::unique_ptr<HopperWeights> made(new HopperWeights(options.device, sizes));
   FragmentWeights& w = made->view_;

@@ -203,6 +203,16 @@ class Forward {
   DeviceDump dump_;
 };
 
+// Of every kernel that a forward may launch.
+Status configure_kernels() {
+  HX_RETURN_IF_ERROR(check(configure_route(), "route"));
+  HX_RETURN_IF_ERROR(check(configure_quantize_tokens(), "quantize"));
+  for (const GemmVariant* variant : kGemmVariants)
+    HX_RETURN_IF_ERROR(check(variant->configure(), "grouped_gemm"));
+  HX_RETURN_IF_ERROR(check(configure_requantize(), "requantize"));
+  return check(configure_combine(), "combine");
+}
+
 }  // namespace
 
 Result<std::unique_ptr<BackendPlan>> make_plan(const MoeProblem& problem,
@@ -221,11 +231,10 @@ Result<std::unique_ptr<BackendPlan>> make_plan(const MoeProblem& problem,
       check(cudaDeviceGetAttribute(
                 &plan->multiprocessors, cudaDevAttrMultiProcessorCount, plan->device.index),
             "cudaDevAttrMultiProcessorCount"));
-  HX_RETURN_IF_ERROR(check(configure_route(), "route"));
+  HX_RETURN_IF_ERROR(configure_kernels());
   const int64_t slots = problem.max_tokens * problem.top_k;
   for (size_t i = 0; i < std::size(kGemmVariants) && slots > 0; ++i) {
     const GemmVariant& variant = *kGemmVariants[i];
-    HX_RETURN_IF_ERROR(check(variant.configure(), "grouped_gemm"));
     const HopperWorkspace& work = plan->workspace;
     HX_RETURN_IF_ERROR(operand_maps(plan->x_maps[i], variant, work.x, slots, plan->weights.hidden));
     HX_RETURN_IF_ERROR(

@@ -611,9 +611,8 @@ GemmVariant variant() {
   v.configure = [] {
     for (Epilogue epilogue :
          {Epilogue::kSquaredRelu, Epilogue::kSwiGlu, Epilogue::kScale, Epilogue::kPartial}) {
-      const cudaError_t error = cudaFuncSetAttribute(kernel_of<kMaxWidth>(epilogue),
-                                                     cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                     Shape<kMaxWidth>::kBlockBytes);
+      const cudaError_t error =
+          configure(kernel_of<kMaxWidth>(epilogue), Shape<kMaxWidth>::kBlockBytes);
       if (error != cudaSuccess) return error;
     }
     return cudaSuccess;

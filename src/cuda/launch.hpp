@@ -25,6 +25,9 @@ struct QuantizeWeights {
   float* gate_alpha = nullptr;   // [experts], the same values; null: skipped
   uint32_t* amax = nullptr;      // [experts] scratch; afterwards the amax bits, NaN > 0x7F80
 };
+
+// Once per device, before the first launch.
+cudaError_t configure_quantize_weights();
 cudaError_t quantize_weights(const QuantizeWeights& args, cudaStream_t stream);
 
 // BF16 rows -> NVFP4, per-token scales. Null outputs are skipped.
@@ -44,6 +47,9 @@ struct QuantizeTokens {
   int64_t top_k = 0;
   float* route_scale = nullptr;  // [routes] token_scale of the route's token
 };
+
+// Once per device, before the first launch.
+cudaError_t configure_quantize_tokens();
 cudaError_t quantize_tokens(const QuantizeTokens& args, cudaStream_t stream);
 // With overlap_predecessor `source` is read before the predecessor has finished: it must be complete
 // when the predecessor starts. In a forward that is the routing, which waits for all that came before.

@@ -13,6 +13,24 @@ struct LaunchOptions {
   int cluster_blocks = 1;  // blocks of a cluster
 };
 
+// Loads `kernel` into the current device, and allows it that much dynamic shared memory. Without this
+// its first launch loads it, which may allocate and synchronize: not while a graph is captured.
+template <typename... Parameters>
+cudaError_t configure(void (*kernel)(Parameters...), int shared_bytes = 0) {
+  cudaFuncAttributes attributes;
+  const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+  if (error != cudaSuccess || shared_bytes == 0) return error;
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+}
+
+// The first error of several kernels.
+template <typename... Kernels>
+cudaError_t configure_all(Kernels*... kernels) {
+  cudaError_t error = cudaSuccess;
+  (void)(((error = configure(kernels)) == cudaSuccess) && ...);
+  return error;
+}
+
 // Launches `kernel` with the attributes that `options` ask for.
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch(void (*kernel)(Parameters...),

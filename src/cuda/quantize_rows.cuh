@@ -153,5 +153,13 @@ cudaError_t with_warps_per_row(int64_t cols, Run&& run) {
   if (cols <= 16 * 128) return run(std::integral_constant<int, 2>{});
   return run(std::integral_constant<int, 4>{});
 }
+// And for each of those numbers, to the first error.
+template <typename Run>
+cudaError_t for_each_warps_per_row(Run&& run) {
+  cudaError_t error = run(std::integral_constant<int, 1>{});
+  if (error == cudaSuccess) error = run(std::integral_constant<int, 2>{});
+  if (error == cudaSuccess) error = run(std::integral_constant<int, 4>{});
+  return error;
+}
 
 }  // namespace hexpert::cuda

@@ -55,6 +55,11 @@ __global__ void __launch_bounds__(kQuantizeThreads)
 
 }  // namespace
 
+cudaError_t configure_quantize_tokens() {
+  return for_each_warps_per_row(
+      [](auto warps) { return configure(quantize_tokens_kernel<warps()>); });
+}
+
 cudaError_t quantize_tokens(const QuantizeTokens& args, const LaunchOptions& options) {
   if (args.rows == 0) return cudaSuccess;
   return with_warps_per_row(args.padded_cols, [&](auto warps) {

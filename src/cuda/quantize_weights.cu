@@ -143,6 +143,10 @@ __global__ void __launch_bounds__(kThreads, 4)
 
 }  // namespace
 
+cudaError_t configure_quantize_weights() {
+  return configure_all(amax_kernel, quantize_weights_kernel);
+}
+
 cudaError_t quantize_weights(const QuantizeWeights& args, cudaStream_t stream) {
   const int64_t elements = args.rows * (args.gated ? 2 : 1) * args.cols;
   const bool aligned = reinterpret_cast<uintptr_t>(args.source) % 16 == 0;

@@ -121,6 +121,15 @@ __global__ void __launch_bounds__(kQuantizeThreads)
 
 }  // namespace
 
+cudaError_t configure_requantize() {
+  return for_each_warps_per_row([](auto warps) {
+    return configure_all(requantize_kernel<warps()>,
+                         activate_and_requantize_kernel<warps(), Activated::kSquaredRelu>,
+                         activate_and_requantize_kernel<warps(), Activated::kSwiGlu>,
+                         activate_and_requantize_kernel<warps(), Activated::kOther>);
+  });
+}
+
 cudaError_t requantize(const Requantize& args, const LaunchOptions& options) {
   QuantizedRows out;
   out.cols = args.cols;

@@ -29,6 +29,9 @@ struct Requantize {
     uint16_t* intermediate = nullptr;       // [max_routes, cols] bf16, or null
   } partial;
 };
+
+// Once per device, before the first launch.
+cudaError_t configure_requantize();
 cudaError_t requantize(const Requantize& args, const LaunchOptions& options);
 
 }  // namespace hexpert::cuda

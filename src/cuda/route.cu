@@ -162,8 +162,7 @@ __global__ void __launch_bounds__(kMaxThreads) route_kernel(const RouteTokens ar
 }  // namespace
 
 cudaError_t configure_route() {
-  return cudaFuncSetAttribute(
-      route_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxCounters * sizeof(int));
+  return configure(route_kernel, kMaxCounters * sizeof(int));
 }
 
 cudaError_t route_tokens(const RouteTokens& args, const LaunchOptions& options) {
