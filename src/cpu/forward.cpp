@@ -224,7 +224,7 @@ void quantize_token(const Pass& pass, int64_t token) {
   const OuterScale outer = token_scale(kernels.amax_bits(x, size));
   uint8_t* codes = pass.work.x_codes + token * (padded / 2);
   uint8_t* scales = pass.work.x_scales + token * (padded / kBlockSize);
-  quantize_padded_row(kernels, x, size, padded, outer, codes, scales, x + size);
+  quantize_padded_row(kernels, x, size, padded, outer, codes, scales, x + kRowsAhead * size);
   pass.work.x_token_scale[token] = outer.stored;
   if (const StageDump* dump = pass.args.dump) {
     dump_quantized_row(pass.first_token + token,
@@ -246,7 +246,7 @@ void requantize_route(const Pass& pass, int64_t route) {
   const OuterScale outer = token_scale(kernels.amax_bits(h, size));
   uint8_t* codes = pass.work.h_codes + route * (size / 2);
   uint8_t* scales = pass.work.h_scales + route * (size / kBlockSize);
-  kernels.quantize_row(h, size, outer, codes, scales, h + size);
+  kernels.quantize_row(h, size, outer, codes, scales, h + kRowsAhead * size);
   pass.work.h_token_scale[route] = outer.stored;
   if (const StageDump* dump = pass.args.dump) {
     const int64_t expanded =

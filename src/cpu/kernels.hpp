@@ -56,8 +56,8 @@ struct Kernels {
 
   // Maximum over `bits & 0x7FFF` of n BF16 patterns.
   uint16_t (*amax_bits)(const uint16_t* x, int64_t n);
-  // n (a multiple of 16) BF16 values -> n / 2 bytes of codes, n / 16 scale bytes. `ahead`: the n
-  // values that the caller reads next, fetched meanwhile (any address will do, nothing is read).
+  // n (a multiple of 16) BF16 values -> n / 2 bytes of codes, n / 16 scale bytes. `ahead`: n
+  // values that the caller reads soon, fetched meanwhile (any address will do, nothing is read).
   void (*quantize_row)(const uint16_t* x,
                        int64_t n,
                        const OuterScale& outer,

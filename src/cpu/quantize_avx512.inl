@@ -80,61 +80,172 @@ inline __m512 encode_scales(__m512 maxima, const OuterScale& outer, uint8_t* sca
   return _mm512_min_ps(_mm512_div_ps(_mm512_set1_ps(1.0F), den), _mm512_set1_ps(FLT_MAX));
 }
 
-// 16 magnitudes a -> 65535 - 64 (7 - code), or more where the code is past 7. As for the scales,
-// d 2^22 + a rounds to one mantissa bit and counts k steps in its low bits, d being the power of two
-// of a, at least 1. With e its exponent the code is k + 2 e, and a product of the two 16-bit halves
-// adds k and the exponent field with their weights.
-inline __m512i encode16(__m512 magnitude, __m512 multiplier) {
-  const __m512 a = _mm512_mul_ps(magnitude, multiplier);
-  const __m512 d = _mm512_max_ps(
-      _mm512_and_ps(a, _mm512_castsi512_ps(_mm512_set1_epi32(0x7F800000))), _mm512_set1_ps(1.0F));
-  const __m512 sum = _mm512_fmadd_ps(d, _mm512_set1_ps(0x1p22F), a);
-  constexpr int kBias = 65535 - 64 * (7 + 298);  // 298: twice the exponent field of 2^22
-  return _mm512_dpwssd_epi32(
-      _mm512_set1_epi32(kBias), _mm512_castps_si512(sum), _mm512_set1_epi32(1 << 16 | 64));
-}
+// A value a = x * multiplier is rounded as for the scales: 2^22 d + a, d being the power of two of a,
+// at least 1, rounds to one mantissa bit and counts k half steps of d in its low bits. With e the
+// exponent of d the code is k + 2 e. The sum takes the sign of a; kSpare more steps make the offset
+// of encode128 a multiple of 2^kChunkShift, and being even they leave ties to even as they are.
+constexpr int kSpare = 6;
+constexpr int kChunkShift = 10;
 
-// 32 values -> 16 dwords, 256 times a byte of codes.
-inline __m512i encode32(__m512i x, __m512 multiplier) {
-  const __m512i zero = _mm512_setzero_si512();
-  const __m512i a = magnitudes(x);
-  const __m512i low = encode16(_mm512_castsi512_ps(_mm512_unpacklo_epi16(zero, a)), multiplier);
-  const __m512i high = encode16(_mm512_castsi512_ps(_mm512_unpackhi_epi16(zero, a)), multiplier);
-  // Saturation makes code 7 of everything above. All bits but 6..8 are ones; bit 9 becomes the
-  // sign: words & (sign | all other bits).
-  const __m512i words = _mm512_packus_epi32(low, high);
-  const __m512i signs = _mm512_srli_epi16(x, 6);
-  const __m512i nibbles = _mm512_ternarylogic_epi32(
-      words, signs, _mm512_set1_epi16(static_cast<int16_t>(0xFDFF)), 0xE0);
-  // A word is 64 (nibble - 15) - 1 as a signed number; the start of the sum takes that out.
-  constexpr int kOffset = (64 * 15 + 1) * (4 + 64);
-  return _mm512_dpwssd_epi32(_mm512_set1_epi32(kOffset), nibbles, _mm512_set1_epi32(64 << 16 | 4));
-}
-
-inline __m512 batch_multipliers(const uint16_t* x, const OuterScale& outer, uint8_t* scales) {
-  return encode_scales(block_maxima(x), outer, scales);
-}
-
-inline __attribute__((always_inline)) void encode_batch(const uint16_t* x,
-                                                        __m512 multipliers,
-                                                        uint8_t* codes) {
-  const __m512i lane_order =
-      _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-  __m512i pick = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
-#pragma GCC unroll 2
-  for (int half = 0; half < 2; ++half) {
-    __m512i bytes[4];
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) {
-      bytes[i] =
-          encode32(load32(x + 128 * half + 32 * i), _mm512_permutexvar_ps(pick, multipliers));
-      pick = _mm512_add_epi32(pick, _mm512_set1_epi32(2));
-    }
-    const __m512i low = _mm512_srli_epi16(_mm512_packus_epi32(bytes[0], bytes[1]), 8);
-    const __m512i high = _mm512_srli_epi16(_mm512_packus_epi32(bytes[2], bytes[3]), 8);
-    _mm512_storeu_si512(codes + 64 * half,
-                        _mm512_permutexvar_epi32(lane_order, _mm512_packus_epi16(low, high)));
+// Values in the high halves of dwords, and zeros; N registers side by side, so that hardly an
+// instruction waits for the one before it.
+template <bool kSaturate, int N>
+inline __attribute__((always_inline)) void round_codes(__m512i (&x)[N],
+                                                       const __m512 (&multiplier)[N]) {
+  constexpr int kLargerMagnitude = 3, kSmallerMagnitude = 2;  // sign of the first operand
+  const __m512 sign_and_exponent =
+      _mm512_castsi512_ps(_mm512_set1_epi32(static_cast<int>(0xFF800000)));
+  __m512 a[N], d[N];
+#pragma GCC unroll 8
+  for (int i = 0; i < N; ++i) {
+    a[i] = _mm512_mul_ps(_mm512_castsi512_ps(x[i]), multiplier[i]);
+    if constexpr (kSaturate) a[i] = _mm512_range_ps(a[i], _mm512_set1_ps(6.0F), kSmallerMagnitude);
   }
+#pragma GCC unroll 8
+  for (int i = 0; i < N; ++i)
+    d[i] = _mm512_and_ps(a[i], sign_and_exponent);
+#pragma GCC unroll 8
+  for (int i = 0; i < N; ++i)
+    d[i] = _mm512_range_ps(d[i], _mm512_set1_ps(1.0F), kLargerMagnitude);
+#pragma GCC unroll 8
+  for (int i = 0; i < N; ++i)
+    x[i] = _mm512_castps_si512(_mm512_fmadd_ps(d[i], _mm512_set1_ps(0x1p22F + kSpare / 2), a[i]));
+}
+
+// 128 values and the multipliers of their 8 blocks -> 64 bytes.
+//
+// Dwords add up 64 * code of a value 2 i and 1024 * code of 2 i + 1, and 2^15 and 2^19 less where they
+// are negative; a product of both 16-bit halves of a rounded value takes its steps, its exponent and
+// its sign with their weights. Bits 6..8 and 10..12 are then the magnitudes, 15 and 19 the inverted
+// signs of a pair, and kChunkShift above them lies a pair 32 values before it.
+template <bool kSaturate>
+inline __attribute__((always_inline)) void encode128(const uint16_t* x,
+                                                     const float* multipliers,
+                                                     uint8_t* codes) {
+  constexpr int kExponent = 127 + 22;
+  constexpr int kOffset = (1 << 15) + (1 << 19) - (64 + 1024) * (2 * kExponent + kSpare);
+  static_assert(kOffset % (1 << kChunkShift) == 0);
+  const __m512i even_weights = _mm512_set1_epi32(1 << 16 | 64);
+  const __m512i odd_weights = _mm512_set1_epi32(16 << 16 | 1024);
+  const __m512 eight = _mm512_castps256_ps512(_mm256_load_ps(multipliers));
+  const __m512i two_blocks = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
+  __m512i value[8];
+  __m512 multiplier[8];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    const __m512i both = _mm512_loadu_si512(x + 32 * i);
+    value[2 * i] = _mm512_slli_epi32(both, 16);
+    value[2 * i + 1] = _mm512_and_si512(both, _mm512_set1_epi32(static_cast<int>(0xFFFF0000)));
+    multiplier[2 * i] = multiplier[2 * i + 1] =
+        _mm512_permutexvar_ps(_mm512_add_epi32(two_blocks, _mm512_set1_epi32(2 * i)), eight);
+  }
+  round_codes<kSaturate>(value, multiplier);
+  __m512i sums[2];
+  sums[0] = sums[1] = _mm512_set1_epi32(kOffset + (kOffset >> kChunkShift));
+  for (int j : {0, 1})
+    sums[j] = _mm512_dpwssd_epi32(sums[j], value[4 * j], even_weights);
+  for (int j : {0, 1})
+    sums[j] = _mm512_dpwssd_epi32(sums[j], value[4 * j + 1], odd_weights);
+  for (int j : {0, 1})
+    sums[j] = _mm512_slli_epi32(sums[j], kChunkShift);
+  for (int j : {0, 1})
+    sums[j] = _mm512_dpwssd_epi32(sums[j], value[4 * j + 2], even_weights);
+  for (int j : {0, 1})
+    sums[j] = _mm512_dpwssd_epi32(sums[j], value[4 * j + 3], odd_weights);
+
+  // Bit offsets of the magnitudes and signs of a byte of codes, for the two dwords of a qword.
+  const __m512i magnitude_bits = _mm512_set1_epi64(0x2606'3010'2606'3010);
+  const __m512i sign_bits = _mm512_set1_epi64(0x2C0C'3616'2C0C'3616);
+  constexpr __mmask64 kSecond = 0xF0F0F0F0F0F0F0F0;
+  const __m512i order = _mm512_set_epi16(31,
+                                         27,
+                                         23,
+                                         19,
+                                         15,
+                                         11,
+                                         7,
+                                         3,
+                                         30,
+                                         26,
+                                         22,
+                                         18,
+                                         14,
+                                         10,
+                                         6,
+                                         2,
+                                         29,
+                                         25,
+                                         21,
+                                         17,
+                                         13,
+                                         9,
+                                         5,
+                                         1,
+                                         28,
+                                         24,
+                                         20,
+                                         16,
+                                         12,
+                                         8,
+                                         4,
+                                         0);
+  const __m512i magnitude = _mm512_mask_multishift_epi64_epi8(
+      _mm512_multishift_epi64_epi8(magnitude_bits, sums[0]), kSecond, magnitude_bits, sums[1]);
+  const __m512i sign = _mm512_mask_multishift_epi64_epi8(
+      _mm512_multishift_epi64_epi8(sign_bits, sums[0]), kSecond, sign_bits, sums[1]);
+  // magnitude & 0x77 | ~sign & 0x88
+  const __m512i bytes = _mm512_ternarylogic_epi32(magnitude, sign, _mm512_set1_epi8(0x77), 0xB1);
+  _mm512_storeu_si512(codes, _mm512_permutexvar_epi16(order, bytes));
+}
+
+// Scales and multipliers of 16 blocks. Returns the blocks with values beyond the largest code: from
+// 7 on a value would be rounded to 8.
+inline __mmask16 batch_scales(const uint16_t* x,
+                              const OuterScale& outer,
+                              uint8_t* scales,
+                              float* multipliers) {
+  const __m512 maxima = block_maxima(x);
+  const __m512 multiplier = encode_scales(maxima, outer, scales);
+  _mm512_store_ps(multipliers, multiplier);
+  return _mm512_cmp_ps_mask(_mm512_mul_ps(maxima, multiplier), _mm512_set1_ps(7.0F), _CMP_GE_OQ);
+}
+
+template <bool kSaturate>
+[[gnu::noinline]] void encode_span(
+    const uint16_t* x, int64_t n, const float* multipliers, uint8_t* codes, const uint16_t* ahead) {
+  for (int64_t i = 0; i < n; i += 128) {
+    const auto* next = reinterpret_cast<const char*>(ahead) + n / 2 + i / 128 * 192;
+#pragma GCC unroll 4
+    for (int64_t line = 0; line < 3 * 64; line += 64)
+      _mm_prefetch(next + line, _MM_HINT_T0);
+    encode128<kSaturate>(x + i, multipliers + i / kBlockSize, codes + i / 2);
+  }
+}
+
+// Scales first, then codes: two small loops, which stay in the cache of decoded instructions where one
+// of both does not. x stays in L1 meanwhile.
+constexpr int64_t kQuantizeSpan = 2048;
+
+// n: a multiple of kBatch, at most kQuantizeSpan. `ahead` is fetched in ascending order, which hardware
+// prefetchers follow, a quarter here and the rest by encode_span: spread over the arithmetic, so that
+// neither waits for the other.
+inline void quantize_span(const uint16_t* x,
+                          int64_t n,
+                          const OuterScale& outer,
+                          uint8_t* codes,
+                          uint8_t* scales,
+                          const uint16_t* ahead) {
+  alignas(64) float multipliers[kQuantizeSpan / kBlockSize];
+  unsigned beyond = 0;
+  for (int64_t i = 0; i < n; i += kBatch) {
+    const int64_t block = i / kBlockSize;
+    const auto* next = reinterpret_cast<const char*>(ahead) + i / 2;
+#pragma GCC unroll 2
+    for (int64_t line = 0; line < 128; line += 64)
+      _mm_prefetch(next + line, _MM_HINT_T0);
+    beyond |= batch_scales(x + i, outer, scales + block, multipliers + block);
+  }
+  (beyond == 0 ? encode_span<false> : encode_span<true>)(x, n, multipliers, codes, ahead);
 }
 
 void quantize_row(const uint16_t* x,
@@ -149,28 +260,16 @@ void quantize_row(const uint16_t* x,
     return;
   }
   const int64_t whole = n / kBatch * kBatch;
-  __m512 multipliers = {};
-  if (whole > 0) multipliers = batch_multipliers(x, outer, scales);
-  for (int64_t done = 0; done < whole; done += kBatch) {
-    // Spread over the arithmetic, so that neither waits for the other.
-    const auto* next = reinterpret_cast<const char*>(ahead + done);
-#pragma GCC unroll 8
-    for (int64_t line = 0; line < kBatch * 2; line += 64)
-      _mm_prefetch(next + line, _MM_HINT_T0);
-    // The scales of a batch are one long chain of dependent steps; they are made one batch ahead.
-    const __m512 current = multipliers;
-    const int64_t following = done + kBatch;
-    if (following < whole) {
-      multipliers = batch_multipliers(x + following, outer, scales + following / kBlockSize);
-    }
-    encode_batch(x + done, current, codes + done / 2);
+  for (int64_t i = 0; i < whole; i += kQuantizeSpan) {
+    const int64_t size = std::min(kQuantizeSpan, whole - i);
+    quantize_span(x + i, size, outer, codes + i / 2, scales + i / kBlockSize, ahead + i);
   }
   if (whole == n) return;
   alignas(64) uint16_t last[kBatch] = {};
   alignas(64) uint8_t last_codes[kBatch / 2];
   alignas(64) uint8_t last_scales[kBatchBlocks];
   std::memcpy(last, x + whole, static_cast<size_t>(n - whole) * sizeof(uint16_t));
-  encode_batch(last, batch_multipliers(last, outer, last_scales), last_codes);
+  quantize_span(last, kBatch, outer, last_codes, last_scales, ahead + whole);
   std::memcpy(codes + whole / 2, last_codes, static_cast<size_t>(n - whole) / 2);
   std::memcpy(
       scales + whole / kBlockSize, last_scales, static_cast<size_t>((n - whole) / kBlockSize));

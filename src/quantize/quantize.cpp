@@ -72,7 +72,8 @@ void quantize_span(const cpu::Kernels& kernels,
                    uint8_t* codes,
                    uint8_t* scales) {
   if (!four_over_six) {
-    cpu::quantize_padded_row(kernels, x, size, padded, scale.outer, codes, scales, x + size);
+    const uint16_t* ahead = x + cpu::kRowsAhead * size;
+    cpu::quantize_padded_row(kernels, x, size, padded, scale.outer, codes, scales, ahead);
     return;
   }
   for (int64_t begin = 0; begin < padded; begin += kBlockSize) {

@@ -99,9 +99,11 @@ class Part {
           builder.pad(n, 0, outer.poisoned ? kE4M3Nan : kZeroScale);
           continue;
         }
-        const uint16_t* ahead = (following != nullptr ? following : x) + start;
+        // The row after the one that is read below.
+        const uint16_t* ahead = (following != nullptr ? following : x) + start + rows.cols();
         builder.quantize(n, x + start, rows.cols(), outer, ahead);
-        if (following != nullptr) amax = std::max(amax, kernels_.amax_bits(ahead, rows.cols()));
+        if (following != nullptr)
+          amax = std::max(amax, kernels_.amax_bits(following + start, rows.cols()));
       }
       builder.store(out + group * tiles::group_bytes(rows.tile_k()));
     }
