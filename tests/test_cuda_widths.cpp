@@ -28,8 +28,10 @@ TEST(CudaWidths, EveryWidthWholeAndSplit) {
                       .routing = Routing::kImbalanced,
                       .seed = static_cast<uint64_t>(tokens)};
       const cuda::ForwardPlan plan = plan_of(c);
-      (plan.fc1_splits > 1 ? split : whole).insert(plan.gemm->max_width);
-      (plan.fc2_splits > 1 ? split : whole).insert(plan.gemm->max_width);
+      if (!plan.decode) {
+        (plan.fc1_splits > 1 ? split : whole).insert(plan.gemm->max_width);
+        (plan.fc2_splits > 1 ? split : whole).insert(plan.gemm->max_width);
+      }
       whole.insert(plan_of(c, true).gemm->max_width);
       expect_every_backend(c);
       if (HasFailure()) return;
@@ -73,6 +75,51 @@ TEST(CudaWidths, ATileOfOneRowForEverySlot) {
                   .tokens = 20,
                   .activation = kSquaredRelu};
   expect_every_backend(c);
+}
+
+// One kernel for a whole layer: sizes that are no multiples of anything, stages that are not full,
+// experts with more routes than a tile holds, more blocks than units and the other way round.
+TEST(CudaDecode, ShapesOfAFewTokens) {
+  struct Sizes {
+    int64_t experts, top_k, hidden, intermediate;
+  };
+  for (const Sizes& sizes : {Sizes{1, 1, 16, 16},
+                             Sizes{2, 2, 8, 24},
+                             Sizes{3, 22, 1104, 712},
+                             Sizes{8, 2, 1000, 6000},
+                             Sizes{16, 64, 257, 65},
+                             Sizes{64, 8, 2048, 768}}) {
+    for (int64_t tokens : {1, 2}) {
+      for (const Activation& activation : {kSwiGlu, kSquaredRelu}) {
+        for (Routing routing : {Routing::kRepeating, Routing::kAllToOne}) {
+          const MoeCase c{.num_experts = sizes.experts,
+                          .top_k = sizes.top_k,
+                          .hidden_size = sizes.hidden,
+                          .intermediate_size = sizes.intermediate,
+                          .tokens = tokens,
+                          .activation = activation,
+                          .routing = routing};
+          ASSERT_TRUE(plan_of(c).decode);
+          expect_every_backend(c);
+          if (HasFailure()) return;
+        }
+      }
+    }
+  }
+}
+
+TEST(CudaDecode, OnlyWhereItIsMeant) {
+  MoeCase c{.num_experts = 8, .top_k = 2, .tokens = 2, .activation = kSwiGlu};
+  EXPECT_TRUE(plan_of(c).decode);
+  EXPECT_FALSE(plan_of(c, true).decode) << "batch invariant";
+  c.tokens = 3;
+  EXPECT_FALSE(plan_of(c).decode) << "tokens";
+  c.tokens = 1;
+  c.activation = kOai;
+  EXPECT_FALSE(plan_of(c).decode) << "activation";
+  c.activation = kSquaredRelu;
+  c.intermediate_size = 1 << 20;
+  EXPECT_FALSE(plan_of(c).decode) << "a row of activations must fit the shared memory";
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <iterator>
 
+#include "cuda/decode.hpp"
 #include "cuda/device_memory.hpp"
 #include "cuda/device_weights.hpp"
 #include "cuda/hopper_plan.hpp"
@@ -25,6 +26,10 @@ struct HopperPlan final : BackendPlan {
   OperandMaps h_maps[std::size(kGemmVariants)];
   int multiprocessors = 0;
   bool overlap = true;
+  // Of the decode kernel.
+  std::unique_ptr<Memory> arrivals;
+  DecodeMaps fc1_maps;
+  DecodeMaps fc2_maps;
 };
 
 // A named range in the profiler's time line.
@@ -54,6 +59,11 @@ class Forward {
 
   Status run() {
     HX_RETURN_IF_ERROR(dump_.begin());
+    if (how_.decode) {
+      HX_RETURN_IF_ERROR(check(decode_tokens(), "decode"));
+      HX_RETURN_IF_ERROR(dump_.after_fc1(false));
+      return dump_.end(false);
+    }
     HX_RETURN_IF_ERROR(check(route(), "route"));
     HX_RETURN_IF_ERROR(check(quantize(), "quantize"));
     HX_RETURN_IF_ERROR(check(fc1(), "fc1"));
@@ -65,6 +75,37 @@ class Forward {
   }
 
  private:
+  cudaError_t decode_tokens() {
+    const StageRange range("decode");
+    Decode args = {.fc1_maps = plan_.fc1_maps,
+                   .fc2_maps = plan_.fc2_maps,
+                   .hidden_states = args_.hidden_states,
+                   .routing_map = args_.routing_map,
+                   .routing_is_i64 = args_.routing_is_i64,
+                   .probabilities = args_.probabilities,
+                   .rows = static_cast<int>(args_.rows),
+                   .top_k = static_cast<int>(problem_.top_k),
+                   .local_expert_offset = problem_.local_expert_offset,
+                   .weights = w_,
+                   .out = args_.out,
+                   .out_is_f32 = args_.out_is_f32,
+                   .intermediate = work_.h,
+                   .route_output = reinterpret_cast<uint16_t*>(work_.results),
+                   .arrivals = reinterpret_cast<uint64_t*>(plan_.arrivals->data()),
+                   .stages = {}};
+    if (args_.dump != nullptr) {
+      args.stages = {.x_codes = dump_.x_codes(),
+                     .x_block_scales = dump_.x_block_scales(),
+                     .x_token_scale = work_.x_token_scale,
+                     .h_codes = dump_.h_codes(),
+                     .h_block_scales = dump_.h_block_scales(),
+                     .h_token_scale = work_.h_token_scale,
+                     .expanded_to_permuted = work_.routes.expanded_to_permuted,
+                     .num_routes = work_.routes.num_routes};
+    }
+    return decode(args, multiprocessors_, LaunchOptions{overlapped_.stream});
+  }
+
   cudaError_t route() {
     const StageRange range("route");
     // Without overlap: it waits for all that came before this layer, and the quantizer's early loads
@@ -205,6 +246,7 @@ class Forward {
 
 // Of every kernel that a forward may launch.
 Status configure_kernels() {
+  HX_RETURN_IF_ERROR(check(configure_decode(), "decode"));
   HX_RETURN_IF_ERROR(check(configure_route(), "route"));
   HX_RETURN_IF_ERROR(check(configure_quantize_tokens(), "quantize"));
   for (const GemmVariant* variant : kGemmVariants)
@@ -232,6 +274,13 @@ Result<std::unique_ptr<BackendPlan>> make_plan(const MoeProblem& problem,
                 &plan->multiprocessors, cudaDevAttrMultiProcessorCount, plan->device.index),
             "cudaDevAttrMultiProcessorCount"));
   HX_RETURN_IF_ERROR(configure_kernels());
+  Result<std::unique_ptr<Memory>> arrivals = allocate_memory(sizeof(uint64_t), plan->device);
+  if (!arrivals.ok()) return arrivals.status();
+  plan->arrivals = *std::move(arrivals);
+  HX_RETURN_IF_ERROR(check(cudaMemset(plan->arrivals->data(), 0, sizeof(uint64_t)), "arrivals"));
+  const FragmentWeights& w = plan->weights;
+  HX_RETURN_IF_ERROR(decode_maps(plan->fc1_maps, w.fc1, w.shape.num_local_experts * w.fc1_bytes()));
+  HX_RETURN_IF_ERROR(decode_maps(plan->fc2_maps, w.fc2, w.shape.num_local_experts * w.fc2_bytes()));
   const int64_t slots = problem.max_tokens * problem.top_k;
   for (size_t i = 0; i < std::size(kGemmVariants) && slots > 0; ++i) {
     const GemmVariant& variant = *kGemmVariants[i];

@@ -20,8 +20,12 @@ struct FragmentWeights {
   float* fc1_gate_alpha = nullptr;  // [L]
   float* fc2_alpha = nullptr;       // [L]
 
-  int64_t fc1_bytes() const { return layout::sm90_fragments::matrix_bytes(fc1_rows, hidden); }
-  int64_t fc2_bytes() const { return layout::sm90_fragments::matrix_bytes(fc2_rows, intermediate); }
+  constexpr int64_t fc1_bytes() const {
+    return layout::sm90_fragments::matrix_bytes(fc1_rows, hidden);
+  }
+  constexpr int64_t fc2_bytes() const {
+    return layout::sm90_fragments::matrix_bytes(fc2_rows, intermediate);
+  }
 };
 
 // Sizes for a shape; the pointers are left null.

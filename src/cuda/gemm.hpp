@@ -69,6 +69,9 @@ struct GemmVariant {
 Status operand_maps(
     OperandMaps& maps, const GemmVariant& variant, const uint16_t* data, int64_t rows, int64_t k);
 
+// Describes the records of a matrix of weights: boxes of `bytes` of each of `spans` records.
+Status record_map(CUtensorMap& map, const uint8_t* data, int64_t records, int bytes, int spans);
+
 extern const GemmVariant gemm_width8;
 extern const GemmVariant gemm_width16;
 extern const GemmVariant gemm_width32;

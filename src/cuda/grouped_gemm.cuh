@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "cuda/activation.cuh"
+#include "cuda/expand.cuh"
 #include "cuda/gemm.hpp"
 #include "cuda/ptx.cuh"
 #include "cuda/wgmma.cuh"
@@ -24,8 +25,6 @@ constexpr int kReservedBytes = 1024;      // of each block, by the system
 constexpr int kRecordBytes = static_cast<int>(fragments::kRecordBytes);
 constexpr int kSpan = static_cast<int>(fragments::kSpan);
 constexpr int kXRowBytes = kSpan * 2;  // a token's, in a span
-// The operands are E2M1 * 2^-14 * E4M3; this takes the power of two back.
-constexpr float kUnscale = 16384.0F;
 
 // Tile widths (tokens) that are compiled, ascending to the widest of a kernel. With more than eight
 // branches the assembler gives up overlapping wgmma with other work (it says so: C7512).
@@ -306,42 +305,9 @@ __device__ __forceinline__ void produce(const GroupedGemm& args,
 
 // --- consumers ---
 
-// What a thread needs of 16 rows x 64 k: four words of codes, eight scales.
-struct Packed {
-  uint4 words;
-  uint2 scales;
-};
-
 __device__ __forceinline__ Packed load_packed(const uint8_t* record, int slab, int lane) {
-  return {
-      *reinterpret_cast<const uint4*>(record + (slab * 32 + lane) * 16),
-      *reinterpret_cast<const uint2*>(record + fragments::kScalesAt + slab * 64 + lane / 4 * 8)};
-}
-
-// 8 codes and the scales of their two rows -> the four registers of a wgmma operand.
-__device__ __forceinline__ void expand(uint32_t word, __half2 scales, uint32_t (&a)[4]) {
-  const __half2 upper = __low2half2(scales);
-  const __half2 lower = __high2half2(scales);
-  const auto times = [](uint32_t codes, __half2 scale) {
-    const __half2 product = __hmul2(*reinterpret_cast<const __half2*>(&codes), scale);
-    return *reinterpret_cast<const uint32_t*>(&product);
-  };
-  a[0] = times(word & 0x8E008E00U, upper);
-  a[1] = times((word << 3) & 0x8E008E00U, lower);
-  a[2] = times(ptx::and_or(word << 1, 0x80008000U, (word << 6) & 0x0E000E00U), upper);
-  a[3] = times(ptx::and_or(word << 2, 0x80008000U, (word << 9) & 0x0E000E00U), lower);
-}
-
-// Steps kFirst .. kFirst + kSteps - 1 of the four 16-k steps of a span.
-template <int kFirst, int kSteps>
-__device__ __forceinline__ void expand(const Packed& packed, uint32_t (&a)[kSteps][4]) {
-  const uint32_t words[4] = {packed.words.x, packed.words.y, packed.words.z, packed.words.w};
-  __half2 scales[4];
-  ptx::e4m3_to_half(packed.scales.x, scales[0], scales[1]);
-  ptx::e4m3_to_half(packed.scales.y, scales[2], scales[3]);
-#pragma unroll
-  for (int i = 0; i < kSteps; ++i)
-    expand(words[kFirst + i], scales[kFirst + i], a[i]);
+  return cuda::load_packed(
+      record + slab * kSlabCodes, record + fragments::kScalesAt + slab * kSlabScales, lane);
 }
 
 template <int kWidth, int kFirst, int kSteps>

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "cuda/decode.hpp"
 #include "cuda/parts.hpp"
 
 namespace hexpert::cuda {
@@ -69,6 +70,7 @@ ForwardPlan plan_forward(const MoeProblem& problem,
   const auto experts = static_cast<double>(problem.num_experts);
   const auto local = static_cast<double>(sizes.shape.num_local_experts);
   ForwardPlan plan;
+  plan.decode = !batch_invariant && can_decode(problem, sizes, rows);
   plan.gemm = &choose_variant(static_cast<double>(slots) / experts, rows);
   if (!batch_invariant && slots <= kMaxSplitRoutes) {
     const double row_tiles =

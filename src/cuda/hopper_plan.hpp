@@ -17,6 +17,7 @@ extern const GemmVariant* const kGemmVariants[6];
 
 // What one forward does with `rows` tokens.
 struct ForwardPlan {
+  bool decode = false;  // one kernel for all; the rest is of no use then
   const GemmVariant* gemm = nullptr;
   int fc1_splits = 1;
   int fc2_splits = 1;

@@ -10,7 +10,8 @@ struct LaunchOptions {
   // The kernel may start while its predecessor in the stream still runs; it waits by itself
   // (griddepcontrol.wait) before it reads results.
   bool overlap_predecessor = false;
-  int cluster_blocks = 1;  // blocks of a cluster
+  int cluster_blocks = 1;    // blocks of a cluster
+  bool cooperative = false;  // all blocks run at once, or the launch is refused
 };
 
 // Loads `kernel` into the current device, and allows it that much dynamic shared memory. Without this
@@ -39,7 +40,7 @@ cudaError_t launch(void (*kernel)(Parameters...),
                    size_t shared_bytes,
                    const LaunchOptions& options,
                    Arguments&&... arguments) {
-  cudaLaunchAttribute attributes[2] = {};
+  cudaLaunchAttribute attributes[3] = {};
   unsigned count = 0;
   if (options.overlap_predecessor) {
     attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -48,6 +49,10 @@ cudaError_t launch(void (*kernel)(Parameters...),
   if (options.cluster_blocks > 1) {
     attributes[count].id = cudaLaunchAttributeClusterDimension;
     attributes[count++].val.clusterDim = {static_cast<unsigned>(options.cluster_blocks), 1, 1};
+  }
+  if (options.cooperative) {
+    attributes[count].id = cudaLaunchAttributeCooperative;
+    attributes[count++].val.cooperative = 1;
   }
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;

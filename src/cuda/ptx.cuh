@@ -83,7 +83,19 @@ __device__ __forceinline__ void tensor_copy(
       "r"(z)
       : "memory");
 }
-// The same to both blocks of a cluster, where `to` and `barrier` are at the same place in each.
+// A box of a two-dimensional tensor, from element (x, y) on.
+__device__ __forceinline__ void tensor_copy(
+    void* to, const void* tensor_map, int x, int y, uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4}], [%2];" ::"r"(shared_address(to)),
+      "l"(tensor_map),
+      "r"(shared_address(barrier)),
+      "r"(x),
+      "r"(y)
+      : "memory");
+}
+// The same, of three dimensions, to both blocks of a cluster, where `to` and `barrier` are at the same place in each.
 __device__ __forceinline__ void tensor_copy_to_both(
     void* to, const void* tensor_map, int x, int y, int z, uint64_t* barrier) {
   constexpr uint16_t kBoth = 3;
@@ -120,6 +132,44 @@ __device__ __forceinline__ void mbarrier_arrive_at(uint64_t* barrier, int rank) 
       "}" ::"r"(shared_address(barrier)),
       "r"(rank)
       : "memory");
+}
+
+// --- barriers of a block and of the grid ---
+
+// Of `threads` threads of the block, all in whole warps; 0 is __syncthreads().
+__device__ __forceinline__ void barrier_sync(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+// Counts these threads in, without waiting.
+__device__ __forceinline__ void barrier_arrive(int barrier, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+__device__ __forceinline__ uint64_t add_release(uint64_t* to, uint64_t value) {
+  uint64_t former;
+  asm volatile("atom.add.acq_rel.gpu.global.u64 %0, [%1], %2;"
+               : "=l"(former)
+               : "l"(to), "l"(value)
+               : "memory");
+  return former;
+}
+__device__ __forceinline__ uint64_t load_acquire(const uint64_t* from) {
+  uint64_t value;
+  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
+  return value;
+}
+
+// --- mma ---
+
+// c[16 rows, 8] += a[16 rows, 16 k] * b[16 k, 8], FP16 to FP32. A lane has rows lane / 4 and 8 on and
+// columns 2 (lane % 4) and the next of c, column lane / 4 of b.
+__device__ __forceinline__ void mma(float (&c)[4],
+                                    const uint32_t (&a)[4],
+                                    uint32_t b0,
+                                    uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 // --- wgmma ---

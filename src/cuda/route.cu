@@ -4,6 +4,7 @@
 #include <cstddef>
 
 #include "cuda/ptx.cuh"
+#include "cuda/route.cuh"
 #include "cuda/route.hpp"
 
 namespace hexpert::cuda {
@@ -17,14 +18,9 @@ constexpr int kMaxBlocks = 8;                // of the cluster
 constexpr int kLoadsAhead = 8;               // ids in flight a lane
 constexpr int64_t kMaxCounters = 48 * 1024;  // of 4 bytes, in shared memory
 
-__device__ int local_expert(const RouteTokens& args, int64_t slot) {
-  const int64_t id = args.is_i64 ? static_cast<const int64_t*>(args.routing_map)[slot]
-                                 : static_cast<const int32_t*>(args.routing_map)[slot];
-  // Compared before the subtraction, which overflows for the smallest ids.
-  if (id < args.local_expert_offset || id >= args.local_expert_offset + args.num_local_experts) {
-    return -1;
-  }
-  return static_cast<int>(id - args.local_expert_offset);
+__device__ int expert_of(const RouteTokens& args, int64_t slot) {
+  return local_expert(
+      args.routing_map, args.is_i64, slot, args.local_expert_offset, args.num_local_experts);
 }
 
 // Calls visit(slot, expert, peers) for every slot of this warp's segment in ascending order, 32 at a
@@ -37,7 +33,7 @@ __device__ void for_each_slot(const RouteTokens& args, int64_t begin, int64_t en
 #pragma unroll
     for (int i = 0; i < kLoadsAhead; ++i) {
       const int64_t slot = base + 32 * i + lane;
-      expert[i] = slot < end ? local_expert(args, slot) : -1;
+      expert[i] = slot < end ? expert_of(args, slot) : -1;
     }
 #pragma unroll
     for (int i = 0; i < kLoadsAhead; ++i) {
