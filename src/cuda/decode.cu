@@ -514,7 +514,6 @@ __device__ __forceinline__ void fc1(const Decode& args,
             const float lower = __fmul_rn(sums[i + 2], __fmul_rn(alphas.x, t));
             const int64_t feature =
                 fragments::row_of_fragment(slab * fragments::kSlabRows + lane / 4);
-            if (feature + 2 >= w.intermediate) continue;
             to[feature] = bf16_from_f32(squared_relu(up));
             to[feature + 2] = bf16_from_f32(squared_relu(lower));
           }
