@@ -175,8 +175,8 @@ __device__ void route(const Decode& args, Shared& shared) {
   __syncwarp();
 }
 
+// One thread's work: the copies of a stage are all ordered by its wait for the empty stage.
 __device__ void fetch_weights(const Matrix& matrix, Ring& stage, Shared& shared) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
   for (Units units = units_of_block(shared.num_tiles, matrix); units.next < units.end;
        ++units.next) {
     const int rows = units.next % matrix.units;
@@ -187,35 +187,20 @@ __device__ void fetch_weights(const Matrix& matrix, Ring& stage, Shared& shared)
     for (int first = 0; first < matrix.spans; first += kStageSpans) {
       const int spans = min(kStageSpans, matrix.spans - first);
       uint64_t* full = shared.full + stage.index;
+      uint8_t* codes = shared.codes[stage.index];
+      uint8_t* scales = shared.scales[stage.index];
       ptx::mbarrier_wait(shared.empty + stage.index, stage.parity ^ 1);
-      if (lane == 0) ptx::mbarrier_arrive_expect(full, spans * (kCodes + kScales));
-      __syncwarp();
+      ptx::mbarrier_arrive_expect(full, spans * (kCodes + kScales));
       if (spans == kStageSpans) {
-        if (lane == 0) {
-          ptx::tensor_copy(shared.codes[stage.index],
-                           &matrix.maps->codes,
-                           part * (kCodes / 8),
-                           static_cast<int>(record + first),
-                           full);
-          ptx::tensor_copy(shared.scales[stage.index],
-                           &matrix.maps->scales,
-                           (kScalesAt + part * kScales) / 8,
-                           static_cast<int>(record + first),
-                           full);
-        }
+        const int from = static_cast<int>(record + first);
+        ptx::tensor_copy(codes, &matrix.maps->codes, part * (kCodes / 8), from, full);
+        ptx::tensor_copy(
+            scales, &matrix.maps->scales, (kScalesAt + part * kScales) / 8, from, full);
       } else {  // a box would reach into other rows
-        const int span = lane % kStageSpans;
-        const uint8_t* from = matrix.data + (record + first + span) * kRecordBytes;
-        if (span < spans) {
-          if (lane < kStageSpans) {
-            ptx::bulk_copy(
-                shared.codes[stage.index] + span * kCodes, from + part * kCodes, kCodes, full);
-          } else if (lane < 2 * kStageSpans) {
-            ptx::bulk_copy(shared.scales[stage.index] + span * kScales,
-                           from + kScalesAt + part * kScales,
-                           kScales,
-                           full);
-          }
+        const uint8_t* from = matrix.data + (record + first) * kRecordBytes;
+        for (int span = 0; span < spans; ++span, from += kRecordBytes) {
+          ptx::bulk_copy(codes + span * kCodes, from + part * kCodes, kCodes, full);
+          ptx::bulk_copy(scales + span * kScales, from + kScalesAt + part * kScales, kScales, full);
         }
       }
       stage.advance();
@@ -602,6 +587,7 @@ __global__ void __launch_bounds__(kThreads, 1) decode_kernel(const __grid_consta
     }
     route(args, shared);
     ptx::barrier_arrive(kRouted, kThreads);
+    if (threadIdx.x % 32 != 0) return;
     Ring stage;
     fetch_weights(fc1_matrix(args), stage, shared);
     fetch_weights(fc2_matrix(args), stage, shared);
