@@ -1,4 +1,6 @@
 // What a GPU layer refuses before it launches anything, and what it says of a device that failed.
+#include <thread>
+
 #include "cuda/device_memory.hpp"
 #include "cuda_case.hpp"
 #include "cuda_trap.hpp"
@@ -70,6 +72,20 @@ TEST_F(CudaErrors, MappedHostMemoryIsAccepted) {
   EXPECT_EQ(moe_.forward(inputs_, out_).to_string(), "ok");
   cuda_ok(cudaDeviceSynchronize());
   cuda_ok(cudaFreeHost(pinned));
+}
+
+TEST_F(CudaErrors, AThreadThatUsedNoDeviceKnowsItsMemory) {
+  void* pinned = nullptr;
+  cuda_ok(cudaMallocHost(&pinned, 64));
+  const void* const pointers[] = {data_.inputs.hidden_states.data, pinned, host_.ids.data()};
+  std::vector<ErrorCode> codes;
+  for (const void* data : pointers) {
+    std::thread([&] {
+      codes.push_back(cuda::check_memory("hidden_states", data, Device::cuda(0)).code());
+    }).join();
+  }
+  cuda_ok(cudaFreeHost(pinned));
+  EXPECT_EQ(codes, (std::vector{ErrorCode::kOk, ErrorCode::kOk, ErrorCode::kDeviceMismatch}));
 }
 
 TEST_F(CudaErrors, ShapesTypesAlignmentOverlap) {

@@ -13,19 +13,6 @@ bool injected_failure() {
   return until_failure.load() > 0 && until_failure.fetch_sub(1) == 1;
 }
 
-// A thread that has not used a device yet is told that all memory is the host's. Choosing the device
-// that is chosen already does not begin it; freeing nothing does, and in this mode it leaves alone a
-// graph that another thread captures.
-Status begin_device_use(const Device& device) {
-  const CurrentDevice current(device);
-  HX_RETURN_IF_ERROR(current.status());
-  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-  HX_RETURN_IF_ERROR(check(cudaThreadExchangeStreamCaptureMode(&mode), to_string(device)));
-  const Status begun = check(cudaFree(nullptr), to_string(device));
-  HX_RETURN_IF_ERROR(check(cudaThreadExchangeStreamCaptureMode(&mode), to_string(device)));
-  return begun;
-}
-
 class DeviceMemory final : public Memory {
  public:
   DeviceMemory(std::byte* data, int64_t size, const Device& device)
@@ -84,11 +71,17 @@ Result<std::unique_ptr<Memory>> allocate_memory(int64_t bytes, const Device& dev
 Status check_memory(std::string_view name, const void* data, const Device& device) {
   cudaPointerAttributes attributes{};
   HX_RETURN_IF_ERROR(check(cudaPointerGetAttributes(&attributes, data), name));
-  if (attributes.type == cudaMemoryTypeUnregistered) {
-    HX_RETURN_IF_ERROR(begin_device_use(device));
+  const auto pinned_elsewhere = [&] {
+    return attributes.type == cudaMemoryTypeHost && attributes.devicePointer == nullptr;
+  };
+  if (pinned_elsewhere()) {
+    // A thread that has not used the device yet knows no address of pinned memory on it.
+    const CurrentDevice current(device);
+    HX_RETURN_IF_ERROR(current.status());
+    HX_RETURN_IF_ERROR(check(cudaSetDevice(device.index), name));
     HX_RETURN_IF_ERROR(check(cudaPointerGetAttributes(&attributes, data), name));
   }
-  if (attributes.type == cudaMemoryTypeUnregistered || attributes.devicePointer == nullptr) {
+  if (attributes.type == cudaMemoryTypeUnregistered || pinned_elsewhere()) {
     return {ErrorCode::kDeviceMismatch,
             fmt::format(
                 "{}: expected memory of {}, got host memory at {}", name, to_string(device), data)};
