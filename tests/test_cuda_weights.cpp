@@ -346,7 +346,7 @@ TEST(CudaWeights, ExhaustedMemoryIsAStatusAndLeavesNothing) {
   EXPECT_EQ(weights.refresh(other.fc1_view(), other.fc2_view()).code(), ErrorCode::kOutOfMemory);
   cuda::fail_allocation(0);
   expect_same_bytes(exported(weights), before);
-  EXPECT_EQ(ExpertWeights::allocate({1 << 20, 1 << 20, 1 << 20, true}, on_gpu()).status().code(),
+  EXPECT_EQ(ExpertWeights::allocate({1 << 15, 1 << 20, 1 << 20, true}, on_gpu()).status().code(),
             ErrorCode::kOutOfMemory);
   EXPECT_EQ(ExpertWeights::allocate({4096, 1 << 14, 1 << 14, true}, on_gpu()).status().code(),
             ErrorCode::kOutOfMemory);
