@@ -209,6 +209,7 @@ class CudaBench {
     const CudaArray<std::byte> workspace(std::max<int64_t>(1, workspace_bytes));
     moe_options.workspace = {workspace.data(), workspace_bytes};
     std::vector<RoutedMoe> moes;
+    moes.reserve(layers.size());
     for (const ExpertWeights& weights : layers)
       moes.push_back(RoutedMoe::create(problem, weights, moe_options).value());
 

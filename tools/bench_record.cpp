@@ -11,6 +11,7 @@ namespace {
 template <typename F>
 double median_of(const std::vector<Sample>& samples, const F& f) {
   std::vector<double> values;
+  values.reserve(samples.size());
   for (const Sample& sample : samples)
     values.push_back(f(sample));
   return median(std::move(values));
@@ -24,6 +25,7 @@ std::string percent(double ratio) {
 
 double BenchRow::seconds(double q) const {
   std::vector<double> values;
+  values.reserve(samples.size());
   for (const Sample& sample : samples)
     values.push_back(sample.seconds);
   return quantile(std::move(values), q);

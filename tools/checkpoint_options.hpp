@@ -10,7 +10,7 @@
 namespace hexpert::tools {
 
 inline void add_stacked_option(CLI::App* command, StackedLayout* value) {
-  static const std::map<std::string, StackedLayout> kNames = {
+  static const std::map<std::string, StackedLayout> names = {
       {"auto", StackedLayout::kAuto},
       {"rows", StackedLayout::kOutputRows},
       {"transposed", StackedLayout::kInputRows},
@@ -20,7 +20,7 @@ inline void add_stacked_option(CLI::App* command, StackedLayout* value) {
                    *value,
                    "stacked expert tensors: rows = [L, 2I, H] and [L, H, I]; transposed = "
                    "[L, H, 2I] and [L, I, H]; auto = told by the shapes")
-      ->transform(CLI::CheckedTransformer(kNames, CLI::ignore_case))
+      ->transform(CLI::CheckedTransformer(names, CLI::ignore_case))
       ->option_text("auto|rows|transposed");
 }
 

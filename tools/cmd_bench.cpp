@@ -185,6 +185,7 @@ class Bench {
                              .num_experts = model.num_experts,
                              .activation = model.activation};
     std::vector<RoutedMoe> moes;
+    moes.reserve(layers.size());
     for (const ExpertWeights& weights : layers) {
       moes.push_back(RoutedMoe::create(problem,
                                        weights,

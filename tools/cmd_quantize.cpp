@@ -128,10 +128,10 @@ void add_quantize(CLI::App& parent, int* exit_code) {
   QuantizeCheckpointOptions& options = command->options;
   sub->add_option("IN", command->input, ".safetensors file, directory or .index.json")->required();
   sub->add_option("OUT", command->output, "output file or directory")->required();
-  static const std::map<std::string, Arrangement> kArrangements = {
+  static const std::map<std::string, Arrangement> arrangements = {
       {"modelopt", Arrangement::kModelOpt}, {"canonical", Arrangement::kCanonical}};
   sub->add_option("--arrangement", options.arrangement, "how the experts are written")
-      ->transform(CLI::CheckedTransformer(kArrangements, CLI::ignore_case))
+      ->transform(CLI::CheckedTransformer(arrangements, CLI::ignore_case))
       ->option_text("modelopt|canonical");
   sub->add_option("--layer", options.layers, "only this layer, by prefix; may be repeated");
   add_stacked_option(sub, &command->stacked);

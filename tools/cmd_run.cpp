@@ -189,6 +189,7 @@ LayerResult run_layer(const Checkpoint& checkpoint,
   const auto io = LayerIo::create(weights.device(), inputs, out);
   io->forward(moe);
   std::vector<double> seconds;
+  seconds.reserve(static_cast<size_t>(options.repeat));
   for (int i = 0; i < options.repeat; ++i)
     seconds.push_back(io->forward(moe));
   io->fetch();
@@ -247,6 +248,7 @@ LayerResult run_layer(const Checkpoint& checkpoint,
 
 void write_outputs(const std::string& path, const std::vector<LayerResult>& results) {
   std::vector<TensorSpec> specs;
+  specs.reserve(results.size());
   for (const LayerResult& r : results)
     specs.push_back({tensor_name(r.prefix, "output"), "BF16", {r.tokens, r.hidden_size}});
   SafetensorsWriter writer = SafetensorsWriter::create(path, specs).value();

@@ -107,6 +107,7 @@ double time(const CudaStream& stream, const Body& body) {
   const CudaGraph graph(stream, body);
   graph.replay();
   std::vector<double> seconds;
+  seconds.reserve(kRepeats);
   for (int i = 0; i < kRepeats; ++i)
     seconds.push_back(graph.replay());
   return median(std::move(seconds));
@@ -115,20 +116,21 @@ double time(const CudaStream& stream, const Body& body) {
 double dense_tflops(const CudaStream& stream) {
   Cublas cublas;
   if (!cublas.available()) return 0;
-  constexpr int n = 8192;
+  constexpr int kSize = 8192;
   constexpr int kCalls = 16;  // about 25 ms a sample, so that the clock settles
-  const CudaArray<uint16_t> a(int64_t{n} * n);
-  const CudaArray<uint16_t> b(int64_t{n} * n);
-  const CudaArray<uint16_t> c(int64_t{n} * n);
+  const CudaArray<uint16_t> a(int64_t{kSize} * kSize);
+  const CudaArray<uint16_t> b(int64_t{kSize} * kSize);
+  const CudaArray<uint16_t> c(int64_t{kSize} * kSize);
   cuda_require(fill_bf16(a.data(), a.size(), 1, 1, stream.get()));
   cuda_require(fill_bf16(b.data(), b.size(), 1, 2, stream.get()));
-  if (!cublas.multiply(n, a.data(), b.data(), c.data(), stream.get())) return 0;  // its allocations
+  if (!cublas.multiply(kSize, a.data(), b.data(), c.data(), stream.get()))
+    return 0;  // its allocations
   cuda_require(cudaStreamSynchronize(stream.get()));
   const double seconds = time(stream, [&] {
     for (int i = 0; i < kCalls; ++i)
-      cublas.multiply(n, a.data(), b.data(), c.data(), stream.get());
+      cublas.multiply(kSize, a.data(), b.data(), c.data(), stream.get());
   });
-  return 2.0 * n * n * n * kCalls / seconds * 1e-12;
+  return 2.0 * kSize * kSize * kSize * kCalls / seconds * 1e-12;
 }
 
 }  // namespace

@@ -109,7 +109,8 @@ inline __attribute__((always_inline)) void round_codes(__m512i (&x)[N],
     d[i] = _mm512_range_ps(d[i], _mm512_set1_ps(1.0F), kLargerMagnitude);
 #pragma GCC unroll 8
   for (int i = 0; i < N; ++i)
-    x[i] = _mm512_castps_si512(_mm512_fmadd_ps(d[i], _mm512_set1_ps(0x1p22F + kSpare / 2), a[i]));
+    x[i] =
+        _mm512_castps_si512(_mm512_fmadd_ps(d[i], _mm512_set1_ps(0x1p22F + 0.5F * kSpare), a[i]));
 }
 
 // 128 values and the multipliers of their 8 blocks -> 64 bytes.

@@ -228,6 +228,7 @@ Status quantize_matrix(const ConstTensorView& matrix,
   const Source source = source_of(matrix);
   const cpu::Kernels& kernels = cpu::best_kernels();
   const bool four_over_six = options.four_over_six.has_value();
+  // NOLINTNEXTLINE(clang-analyzer-deadcode.DeadStores): only the OpenMP clauses read it
   const int threads = threads_for(source.rows * source.cols, options.num_threads);
   uint16_t amax_bits = 0;
 #pragma omp parallel for num_threads(threads) reduction(max : amax_bits) schedule(static)
