@@ -159,21 +159,6 @@ TEST_F(CudaErrors, MoreExpertsThanTheRoutingCounts) {
   EXPECT_EQ(create("").message(), "backend: no backend of this build for cuda:0; " + reason);
 }
 
-TEST_F(CudaErrors, WeightsPastTheGridsOfTheQuantizer) {
-  PrepareOptions options;
-  options.device = kGpu;
-  const auto allocate = [&](const ExpertShape& shape) {
-    return ExpertWeights::allocate(shape, options).status();
-  };
-  const std::string limits =
-      "weights: expected at most 65535 experts with matrices of at most 8388480 rows on cuda:0, "
-      "got ";
-  EXPECT_EQ(allocate({65536, 1, 1, false}).code(), ErrorCode::kUnsupported);
-  EXPECT_EQ(allocate({65536, 1, 1, false}).message(), limits + "65536 with 128 and 128");
-  EXPECT_EQ(allocate({1, 1, 4194241, true}).message(), limits + "1 with 8388608 and 128");
-  EXPECT_EQ(allocate({1, 8388481, 1, true}).message(), limits + "1 with 128 and 8388608");
-}
-
 TEST_F(CudaErrors, DevicesThatDoNotExist) {
   int count = 0;
   cuda_ok(cudaGetDeviceCount(&count));

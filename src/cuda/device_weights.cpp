@@ -13,8 +13,7 @@
 namespace hexpert::cuda {
 namespace {
 
-constexpr double kMaxBytes = 1e15;   // beyond any device; keeps the sums below inside int64
-constexpr int64_t kMaxGrid = 65535;  // blocks in y and z, of experts and of 128 rows
+constexpr double kMaxBytes = 1e15;  // beyond any device; keeps the sums below inside int64
 constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
 
 // One matrix of every expert, where it is quantized to.
@@ -30,6 +29,7 @@ struct Target {
   float* alpha;
   float* gate_alpha;
   uint32_t* amax;
+  uint64_t* progress;
 
   int64_t elements() const { return rows * cols * (gated ? 2 : 1); }
   Status quantize(int64_t first,
@@ -47,7 +47,8 @@ struct Target {
                           .fragments = fragments + first * fragment_bytes,
                           .alpha = alpha + first,
                           .gate_alpha = gate_alpha == nullptr ? nullptr : gate_alpha + first,
-                          .amax = amax + first},
+                          .amax = amax + first,
+                          .progress = progress},
                          stream),
         name);
   }
@@ -69,7 +70,7 @@ struct Target {
   }
 };
 
-Target fc1_target(const FragmentWeights& w, uint32_t* amax) {
+Target fc1_target(const FragmentWeights& w, uint32_t* amax, uint64_t* progress) {
   return {"fc1_weight",
           w.shape.intermediate_size,
           w.shape.hidden_size,
@@ -80,10 +81,11 @@ Target fc1_target(const FragmentWeights& w, uint32_t* amax) {
           w.fc1_bytes(),
           w.fc1_up_alpha,
           w.fc1_gate_alpha,
-          amax};
+          amax,
+          progress};
 }
 
-Target fc2_target(const FragmentWeights& w, uint32_t* amax) {
+Target fc2_target(const FragmentWeights& w, uint32_t* amax, uint64_t* progress) {
   return {"fc2_weight",
           w.shape.hidden_size,
           w.shape.intermediate_size,
@@ -94,7 +96,8 @@ Target fc2_target(const FragmentWeights& w, uint32_t* amax) {
           w.fc2_bytes(),
           w.fc2_alpha,
           nullptr,
-          amax};
+          amax,
+          progress};
 }
 
 Status refuse_capture(cudaStream_t stream, const Device& device) {
@@ -120,18 +123,6 @@ Result<std::unique_ptr<DeviceWeights>> HopperWeights::allocate(const ExpertShape
                                                                const PrepareOptions& options) {
   const FragmentWeights sizes = fragment_sizes(shape);
   const int64_t experts = shape.num_local_experts;
-  constexpr int64_t kMaxRows = kMaxGrid * layout::sm90_fragments::kTileRows;
-  if (experts > kMaxGrid || std::max(sizes.fc1_rows, sizes.fc2_rows) > kMaxRows) {
-    return Status(ErrorCode::kUnsupported,
-                  fmt::format("weights: expected at most {} experts with matrices of at most {} "
-                              "rows on {}, got {} with {} and {}",
-                              kMaxGrid,
-                              kMaxRows,
-                              to_string(options.device),
-                              experts,
-                              sizes.fc1_rows,
-                              sizes.fc2_rows));
-  }
   const double wanted =
       static_cast<double>(experts) *
       (static_cast<double>(sizes.fc1_rows) * static_cast<double>(sizes.hidden) +
@@ -156,6 +147,7 @@ Result<std::unique_ptr<DeviceWeights>> HopperWeights::allocate(const ExpertShape
     w.fc2_alpha = parts.take<float>(experts);
     made->fc1_amax_ = parts.take<uint32_t>(experts);
     made->fc2_amax_ = parts.take<uint32_t>(experts);
+    made->progress_ = parts.take<uint64_t>(1 + experts);
     return parts.used();
   };
   const int64_t bytes = lay_out(nullptr);
@@ -191,7 +183,8 @@ Status HopperWeights::quantize_experts(int64_t first,
   const cudaStream_t stream = to_cuda(stream_in);
   const CurrentDevice current(device_);
   HX_RETURN_IF_ERROR(current.status());
-  const Target targets[] = {fc1_target(view_, fc1_amax_), fc2_target(view_, fc2_amax_)};
+  const Target targets[] = {fc1_target(view_, fc1_amax_, progress_),
+                            fc2_target(view_, fc2_amax_, progress_)};
   const ConstTensorView* const stacks[] = {&fc1, &fc2};
 
   int64_t staged_elements = 0;
@@ -225,7 +218,8 @@ Status HopperWeights::check_finite(Stream stream) const {
   HX_RETURN_IF_ERROR(check(cudaStreamSynchronize(to_cuda(stream)), "weights"));
   const int64_t experts = view_.shape.num_local_experts;
   std::vector<uint32_t> amax(static_cast<size_t>(experts));
-  for (const Target& target : {fc1_target(view_, fc1_amax_), fc2_target(view_, fc2_amax_)}) {
+  for (const Target& target :
+       {fc1_target(view_, fc1_amax_, progress_), fc2_target(view_, fc2_amax_, progress_)}) {
     HX_RETURN_IF_ERROR(copy(amax.data(), target.amax, experts * 4, target.name));
     for (size_t e = 0; e < amax.size(); ++e) {
       if (amax[e] < 0x7F80) continue;

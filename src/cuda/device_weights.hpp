@@ -47,6 +47,7 @@ class HopperWeights final : public DeviceWeights {
   FragmentWeights view_;
   uint32_t* fc1_amax_ = nullptr;  // [L] scratch of the quantizer
   uint32_t* fc2_amax_ = nullptr;  // [L]
+  uint64_t* progress_ = nullptr;  // [1 + L]
   std::unique_ptr<Memory> memory_;
 };
 

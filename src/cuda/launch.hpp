@@ -24,13 +24,15 @@ struct QuantizeWeights {
   float* alpha = nullptr;        // [experts]
   float* gate_alpha = nullptr;   // [experts], the same values; null: skipped
   uint32_t* amax = nullptr;      // [experts] scratch; afterwards the amax bits, NaN > 0x7F80
+  uint64_t* progress =
+      nullptr;  // [1 + experts] scratch: blocks that started, pieces done by expert
 };
 
 // Once per device, before the first launch.
 cudaError_t configure_quantize_weights();
 cudaError_t quantize_weights(const QuantizeWeights& args, cudaStream_t stream);
 
-// BF16 rows -> NVFP4, per-token scales. Null outputs are skipped.
+// BF16 rows -> NVFP4, per-token scales. Codes and block scales may be null only with an operand.
 struct QuantizeTokens {
   const uint16_t* source = nullptr;  // [rows, source_stride] bf16
   int64_t rows = 0;
