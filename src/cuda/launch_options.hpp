@@ -14,12 +14,23 @@ struct LaunchOptions {
   bool cooperative = false;  // all blocks run at once, or the launch is refused
 };
 
-// Loads `kernel` into the current device, and allows it that much dynamic shared memory. Without this
-// its first launch loads it, which may allocate and synchronize: not while a graph is captured.
+// Loads `kernel` into the current device. Without this its first launch does, which may allocate and
+// synchronize: not while a graph is captured.
+template <typename... Parameters>
+cudaError_t load(void (*kernel)(Parameters...)) {
+  cudaFuncAttributes attributes;
+  return cudaFuncGetAttributes(&attributes, kernel);
+}
+
+// The same for a kernel of a layer, which may have that much dynamic shared memory. All of them want the
+// same division between shared memory and L1 cache: a multiprocessor must be idle to change it, and a
+// kernel could not start there while its predecessor runs.
 template <typename... Parameters>
 cudaError_t configure(void (*kernel)(Parameters...), int shared_bytes = 0) {
-  cudaFuncAttributes attributes;
-  const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+  cudaError_t error = load(kernel);
+  if (error != cudaSuccess) return error;
+  error = cudaFuncSetAttribute(
+      kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
   if (error != cudaSuccess || shared_bytes == 0) return error;
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
 }

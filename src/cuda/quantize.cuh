@@ -46,33 +46,42 @@ __device__ __forceinline__ uint16_t larger_half(uint32_t halves) {
   return static_cast<uint16_t>(max(halves & 0xFFFFU, halves >> 16));
 }
 
-// Nearest E2M1 magnitude, ties to even, saturating. v is not NaN.
+// |v| rounded to the steps of E2M1, ties to even; those above 6 go on past it, without an end. v is
+// not NaN.
 //
 // E2M1 goes in steps of 0.5 below 2, of 1 below 4, of 2 from there on: half of the power of two below
-// v, and of 1 where v is less. Adding 2^22 times that power rounds v to such a step.
-__device__ __forceinline__ float nearest_e2m1(float v) {
+// v, and of 1 where v is less. Adding 2^22 times that power rounds v to such a step; where there is no
+// such power, v is so large that adding what wraps around changes nothing.
+__device__ __forceinline__ float in_e2m1_steps(float v) {
   constexpr uint32_t kOne = 0x4A800000U;  // 2^22 * 1
-  const float a = fminf(fabsf(v), 6.0F);
-  const float magic = __uint_as_float(max((__float_as_uint(a) & 0x7F800000U) + (22U << 23), kOne));
-  return __fsub_rn(__fadd_rn(a, magic), magic);
+  const float magic = __uint_as_float(max((__float_as_uint(v) & 0x7F800000U) + (22U << 23), kOne));
+  return __fsub_rn(__fadd_rn(fabsf(v), magic), magic);
 }
 
-// The scale of a block with largest magnitude `amax`, and the multiplier of its values. Those of a
-// poisoned row must be zeros: the scale is NaN all the same.
+// The scale of a block with largest magnitude `amax`: its E4M3 code, and the multiplier of the block's
+// values. Those of a poisoned row must be zeros: the scale is NaN all the same.
+__device__ __forceinline__ uint8_t block_scale_code(uint16_t amax, const OuterScale& outer) {
+  const float raw = __fmul_rn(bf16_to_f32(amax), outer.mult);
+  return static_cast<uint8_t>(__nv_cvt_float_to_fp8(raw, __NV_SATFINITE, __NV_E4M3));
+}
+__device__ __forceinline__ float block_encode(__half scale, const OuterScale& outer) {
+  // The reciprocal of zero is infinite, that of NaN is dropped by the minimum.
+  const float reciprocal = __frcp_rn(__fmul_rn(__half2float(scale), outer.decode));
+  return fminf(reciprocal, __uint_as_float(kFltMax));
+}
+__device__ __forceinline__ __half e4m3_to_half(uint8_t code) {
+  return __half(__nv_cvt_fp8_to_halfraw(code, __NV_E4M3));
+}
+
 struct BlockScale {
   uint8_t code;
   __half value;
   float encode;
 };
 __device__ __forceinline__ BlockScale block_scale(uint16_t amax, const OuterScale& outer) {
-  BlockScale scale;
-  const float raw = __fmul_rn(bf16_to_f32(amax), outer.mult);
-  scale.code = static_cast<uint8_t>(__nv_cvt_float_to_fp8(raw, __NV_SATFINITE, __NV_E4M3));
-  scale.value = __half(__nv_cvt_fp8_to_halfraw(scale.code, __NV_E4M3));
-  // The reciprocal of zero is infinite, that of NaN is dropped by the minimum.
-  const float reciprocal = __frcp_rn(__fmul_rn(__half2float(scale.value), outer.decode));
-  scale.encode = fminf(reciprocal, __uint_as_float(kFltMax));
-  return scale;
+  const uint8_t code = block_scale_code(amax, outer);
+  const __half value = e4m3_to_half(code);
+  return {code, value, block_encode(value, outer)};
 }
 
 // E2M1 values in FP16, two to a word.
@@ -83,7 +92,8 @@ __device__ __forceinline__ Values<kPairs> quantize_values(const Values<kPairs>& 
   for (int i = 0; i < kPairs; ++i) {
     const float even = __fmul_rn(__uint_as_float(x.pairs[i] << 16), encode);
     const float odd = __fmul_rn(__uint_as_float(x.pairs[i] & 0xFFFF0000U), encode);
-    const __half2 magnitudes = __floats2half2_rn(nearest_e2m1(even), nearest_e2m1(odd));
+    const __half2 steps = __floats2half2_rn(in_e2m1_steps(even), in_e2m1_steps(odd));
+    const __half2 magnitudes = __hmin2(steps, __float2half2_rn(6.0F));
     q.pairs[i] = *reinterpret_cast<const uint32_t*>(&magnitudes) | (x.pairs[i] & 0x80008000U);
   }
   return q;
@@ -111,14 +121,16 @@ __device__ __forceinline__ Values<kPairs> spread_codes(const Values<kPairs>& q) 
 // Eight codes of 4 bits, the first lowest.
 __device__ __forceinline__ uint32_t pack_codes(const Values<4>& q) {
   const Values<4> spread = spread_codes(q);
-  // Four codes in the low nibbles of bytes, then two in a byte.
-  const auto pack = [](uint32_t first, uint32_t second) {
-    const uint32_t high = __byte_perm(first, second, 0x7531);
-    const uint32_t nibbles = (high >> 4 & 0x08080808U) | (high >> 1 & 0x07070707U);
-    return nibbles | nibbles >> 4;
+  // Their high bytes, first of all eight in order, then of the even and of the odd ones.
+  const uint32_t low = __byte_perm(spread.pairs[0], spread.pairs[1], 0x7531);
+  const uint32_t high = __byte_perm(spread.pairs[2], spread.pairs[3], 0x7531);
+  const uint32_t even = __byte_perm(low, high, 0x6420);
+  const uint32_t odd = __byte_perm(low, high, 0x7531);
+  const auto select = [](uint32_t mask, uint32_t x, uint32_t y) {
+    return (x & mask) | (y & ~mask);
   };
-  return __byte_perm(
-      pack(spread.pairs[0], spread.pairs[1]), pack(spread.pairs[2], spread.pairs[3]), 0x6420);
+  return select(
+      0x0F0F0F0FU, select(0x08080808U, even >> 4, even >> 1), select(0x80808080U, odd, odd << 3));
 }
 
 }  // namespace hexpert::cuda

@@ -20,12 +20,12 @@ struct InPlace {
 };
 
 template <int kWarps>
-__global__ void __launch_bounds__(kQuantizeThreads)
+__global__ void __launch_bounds__(kQuantizeThreads<kWarps>)
     requantize_kernel(const Requantize args, const QuantizedRows out) {
   ptx::allow_successor();
   ptx::wait_for_predecessor();
   const int64_t row = route_of_thread<kWarps>(args);
-  quantize_row<kWarps>(
+  quantize_row<kWarps, true>(
       row,
       out,
       [&](int half) {
@@ -67,7 +67,7 @@ __device__ __noinline__ float activate_otherwise(const Activation& activation,
 enum class Activated : uint8_t { kSquaredRelu, kSwiGlu, kOther };
 
 template <int kWarps, Activated kKind>
-__global__ void __launch_bounds__(kQuantizeThreads)
+__global__ void __launch_bounds__(kQuantizeThreads<kWarps>)
     activate_and_requantize_kernel(const Requantize args, const QuantizedRows out) {
   ptx::allow_successor();
   ptx::wait_for_predecessor();
@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(kQuantizeThreads)
   const auto pair = [&](float2 up, float2 gate) {
     return activated(up.x, gate.x) | static_cast<uint32_t>(activated(up.y, gate.y)) << 16;
   };
-  quantize_row<kWarps>(
+  quantize_row<kWarps, true>(
       row,
       out,
       [&](int half) {
@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(kQuantizeThreads)
           x.pairs[3] = pair({s.high.z, s.high.w}, {});
         }
         if (partial.intermediate != nullptr) {
-          store_half(partial.intermediate + row * args.cols, half, x);
+          reinterpret_cast<uint4*>(partial.intermediate + row * args.cols)[half] = bits_of(x);
         }
         return x;
       },
@@ -152,7 +152,7 @@ cudaError_t requantize(const Requantize& args, const LaunchOptions& options) {
       }
     }
     const unsigned blocks = blocks_for_rows<warps()>(args.max_routes);
-    return launch(kernel, blocks, kQuantizeThreads, 0, options, args, out);
+    return launch(kernel, blocks, kQuantizeThreads<warps()>, 0, options, args, out);
   });
 }
 
