@@ -9,6 +9,7 @@ published page of that module; docs/megatron.md lists the few places where hexpe
 import threading
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,8 +36,11 @@ class ActivationType(Enum):
 
 _ACTIVATIONS = {
     "squared_relu": _core.ActivationType.SQUARED_RELU,
-    "relu2": _core.ActivationType.SQUARED_RELU,  # FlashInfer's name
     "swiglu": _core.ActivationType.SWIGLU,
+    # FlashInfer's names, and the values that Megatron-Core passes.
+    "relu2": _core.ActivationType.SQUARED_RELU,
+    "6": _core.ActivationType.SQUARED_RELU,
+    "3": _core.ActivationType.SWIGLU,
 }
 
 
@@ -79,7 +83,7 @@ class FlashInferRoutedNVFP4Weights:
     fc2_alpha: Tensor
     fc2_input_scale: Tensor
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self._start(
             ExpertWeights.allocate(
                 num_local_experts=self.fc1_alpha.shape[0],
@@ -113,11 +117,11 @@ class FlashInferRoutedNVFP4Weights:
 
     def _start(self, weights: ExpertWeights) -> None:
         self._weights = weights
-        self._plans: dict[tuple, RoutedMoe] = {}
+        self._plans: dict[tuple[Any, ...], tuple[RoutedMoe, int]] = {}  # and its most tokens
         self._outgrown: list[RoutedMoe] = []  # captured graphs may still point into their workspaces
         self._lock = threading.Lock()
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name: str) -> Any:
         if name not in _EXPORTED + ("fc1_scale", "fc2_scale") or "_weights" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__} has no attribute {name}")
         with self._lock:
@@ -148,13 +152,16 @@ class FlashInferRoutedNVFP4Weights:
         fields = self._weights.export_canonical(like=torch.empty(0))
         return {field: fields[field] for field in _EXPORTED}
 
-    def _layer(self, tokens: int, top_k: int, num_experts: int, offset: int, activation) -> RoutedMoe:
+    def _layer(self, tokens: int, top_k: int, num_experts: int, offset: int, activation: Any) -> RoutedMoe:
         """The plan for a call: one for each routing, grown by doubling."""
         key = (top_k, num_experts, offset, activation)
-        plan, capacity = self._plans.get(key, (None, 0))
-        if plan is not None and tokens <= capacity:
-            return plan
+        planned = self._plans.get(key)
+        if planned is not None and tokens <= planned[1]:
+            return planned[0]
         with self._lock:
+            planned = self._plans.get(key)  # another thread may have been here
+            if planned is not None and tokens <= planned[1]:
+                return planned[0]
             capacity = 1 << max(tokens - 1, 15).bit_length()
             grown = RoutedMoe.create(
                 self._weights,
@@ -164,8 +171,8 @@ class FlashInferRoutedNVFP4Weights:
                 local_expert_offset=offset,
                 activation=activation,
             )
-            if plan is not None:
-                self._outgrown.append(plan)
+            if planned is not None:
+                self._outgrown.append(planned[0])
             self._plans[key] = (grown, capacity)
             return grown
 
@@ -227,7 +234,7 @@ def flashinfer_routed_nvfp4_moe(
     *,
     num_experts: int,
     local_expert_offset: int,
-    activation_type,
+    activation_type: Any,
     out: Tensor | None = None,
     token_capacity: int | None = None,
     use_bounded_rows: bool = False,
@@ -237,7 +244,8 @@ def flashinfer_routed_nvfp4_moe(
     hidden_states    [T, H] bf16
     routing_map      [T, k] int32 or int64 global expert ids; -1 and ids of other ranks are skipped
     probabilities    [T, k] float32, applied as given
-    activation_type  squared ReLU or SwiGLU, of Megatron-Core's, FlashInfer's or hexpert's enum
+    activation_type  squared ReLU or SwiGLU: of Megatron-Core's, FlashInfer's or hexpert's enum, or the value
+                     that FlashInfer's has, 6 or 3
     out              [T, H] bf16, or float32 for the unrounded sum. Default: new, bf16.
     token_capacity   with use_bounded_rows: only rows [0, token_capacity) are read and written. Later rows of
                      `out` keep their content; in a new tensor they are zero.
@@ -269,7 +277,7 @@ def flashinfer_routed_nvfp4_moe(
     )
 
 
-def _activation(given) -> _core.ActivationType:
+def _activation(given: Any) -> _core.ActivationType:
     if isinstance(given, _core.ActivationType):
         if given in _ACTIVATIONS.values():
             return given

@@ -3,6 +3,8 @@
 import dataclasses
 import enum
 import inspect
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -219,12 +221,12 @@ def test_activation_names():
         return megatron.flashinfer_routed_nvfp4_moe(x, ids, p, weights, **(ROUTING | {"activation_type": kind}))
 
     want = run(megatron.ActivationType.SWIGLU)
-    for kind in (TheirActivationType.SWIGLU, FlashInferActivationType.Swiglu, hexpert.ActivationType.SWIGLU):
+    for kind in (TheirActivationType.SWIGLU, FlashInferActivationType.Swiglu, 3, hexpert.ActivationType.SWIGLU):
         assert torch.equal(run(kind), want)
-    for kind in (TheirActivationType.GELU, hexpert.ActivationType.SITU, None):
+    for kind in (TheirActivationType.GELU, hexpert.ActivationType.SITU, 4, True, None):
         with pytest.raises(hexpert.UnsupportedError, match="activation_type: expected squared ReLU or SwiGLU, got"):
             run(kind)
-    for kind in (TheirActivationType.SQUARED_RELU, FlashInferActivationType.Relu2):
+    for kind in (TheirActivationType.SQUARED_RELU, FlashInferActivationType.Relu2, 6):
         with pytest.raises(ValueError, match="activation mismatch"):
             run(kind)
 
@@ -242,6 +244,20 @@ def test_growing_batches_and_routings():
                 for i in (0, tokens - 1)
             ]
             assert torch.allclose(got[[0, -1]].float(), torch.cat(one).float(), rtol=1e-2, atol=1e-3)
+
+
+def test_threads_share_a_plan():
+    """Each would keep a workspace of its own, and only one of them would be kept alive."""
+    weights = megatron.prepare_routed_nvfp4_weights(*stacks())
+    start = threading.Barrier(4)
+
+    def first_layer(_):
+        start.wait()
+        return weights._layer(9, 2, 6, 2, hexpert.ActivationType.SWIGLU)
+
+    with ThreadPoolExecutor(4) as pool:
+        plans = list(pool.map(first_layer, range(4)))
+    assert all(plan is plans[0] for plan in plans)
 
 
 def test_refused():
