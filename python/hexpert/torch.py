@@ -3,6 +3,7 @@
 import itertools
 import threading
 import weakref
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ _numbers = itertools.count()
 _lock = threading.Lock()
 
 
-def _register(owner, layer: RoutedMoe) -> int:
+def _register(owner: nn.Module, layer: RoutedMoe) -> int:
     with _lock:
         number = next(_numbers)
         _layers[number] = layer
@@ -31,7 +32,7 @@ def _routed_moe(hidden_states: Tensor, routing_map: Tensor, probabilities: Tenso
 
 
 @_routed_moe.register_fake
-def _(hidden_states, routing_map, probabilities, layer):
+def _(hidden_states: Tensor, routing_map: Tensor, probabilities: Tensor, layer: int) -> Tensor:
     return torch.empty_like(hidden_states)
 
 
@@ -43,7 +44,7 @@ def _routed_moe_out(
 
 
 @_routed_moe_out.register_fake
-def _(hidden_states, routing_map, probabilities, out, layer):
+def _(hidden_states: Tensor, routing_map: Tensor, probabilities: Tensor, out: Tensor, layer: int) -> None:
     return None
 
 
@@ -74,7 +75,7 @@ class RoutedExperts(nn.Module):
         num_experts: int | None = None,
         local_expert_offset: int = 0,
         activation: ActivationType | None = None,
-        **options,
+        **options: Any,
     ):
         super().__init__()
         self.weights = ExpertWeights.prepare(fc1_weight, fc2_weight)

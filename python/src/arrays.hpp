@@ -41,6 +41,7 @@ class Array {
   // stream.
   Array(nb::handle object, const char* name, const char* wanted, Stream consumer = {});
 
+  const char* name() const { return name_; }
   const TensorView& view() const { return view_; }
   // The view of an argument that will be written: ValueError for read-only memory.
   const TensorView& writable() const;

@@ -59,16 +59,17 @@ struct Quantized {
   }
 };
 
-// A packed array of `count` elements: its memory, and errors that call it `name`.
-void check_count(const Array& array, const char* name, int64_t count) {
+// Refuses all but a packed array of `count` elements.
+void check_count(const Array& array, int64_t count) {
   const TensorView& view = array.view();
   if (!view.is_contiguous()) {
     raise({ErrorCode::kNotContiguous,
-           fmt::format("{}: expected a packed array, got {} with gaps", name, describe(view))});
+           fmt::format(
+               "{}: expected a packed array, got {} with gaps", array.name(), describe(view))});
   }
   if (view.num_elements() != count) {
     raise({ErrorCode::kShapeMismatch,
-           fmt::format("{}: expected {} elements, got {}", name, count, describe(view))});
+           fmt::format("{}: expected {} elements, got {}", array.name(), count, describe(view))});
   }
 }
 
@@ -81,24 +82,25 @@ Nvfp4View nvfp4_of(const Array& codes,
   const TensorView& c = codes.view();
   if (c.rank != 2 || c.shape[1] % (kBlockSize / 2) != 0) {
     raise({ErrorCode::kInvalidShape,
-           fmt::format("codes: expected [rows, cols / 2] with cols % {} == 0, got {}",
+           fmt::format("{}: expected [rows, cols / 2] with cols % {} == 0, got {}",
+                       codes.name(),
                        kBlockSize,
                        describe(c))});
   }
-  check_count(codes, "codes", c.num_elements());
+  check_count(codes, c.num_elements());
   Nvfp4View view;
   view.rows = c.shape[0];
   view.cols = c.shape[1] * 2;
   view.per_row = per_row;
   view.scale_layout = layout;
   check_count(block_scales,
-              "block_scales",
               c.num_elements() == 0 ? 0 : block_scale_bytes(layout, view.rows, view.cols));
-  check_count(outer, "outer", per_row ? view.rows : 1);
+  check_count(outer, per_row ? view.rows : 1);
   for (const Array* array : {&codes, &block_scales, &outer}) {
     if (array->view().device != device) {
       raise({ErrorCode::kDeviceMismatch,
-             fmt::format("codes, block_scales, outer: expected memory of {}, got {}",
+             fmt::format("{}: expected memory of {}, got {}",
+                         array->name(),
                          to_string(device),
                          to_string(array->view().device))});
     }
@@ -176,13 +178,13 @@ nb::object dequantize_arrays(nb::handle codes,
 
 void bind_backends(nb::module_& m) {
   nb::class_<BackendInfo>(m, "BackendInfo", "Why a backend can or cannot run here.")
-      .def_ro("name", &BackendInfo::name, "\"cpu-amx\"")
+      .def_ro("name", &BackendInfo::name, "\"cpu-amx\".")
       .def_prop_ro(
           "device",
-          [](const BackendInfo& info) { return info.device == DeviceType::kCpu ? "cpu" : "cuda"; })
-      .def_ro("available", &BackendInfo::available)
-      .def_ro(
-          "reason", &BackendInfo::reason, "\"\" when available, else the first unmet condition.")
+          [](const BackendInfo& info) { return info.device == DeviceType::kCpu ? "cpu" : "cuda"; },
+          "\"cpu\" or \"cuda\".")
+      .def_ro("available", &BackendInfo::available, "Runs here; a GPU backend: on cuda:0.")
+      .def_ro("reason", &BackendInfo::reason, "The first unmet condition; empty when available.")
       .def("__repr__", [](const BackendInfo& info) {
         return fmt::format("BackendInfo({}{})",
                            info.name,

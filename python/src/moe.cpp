@@ -249,8 +249,12 @@ UnsupportedError, RuntimeError (the device reported an error).)")
           "plan",
           [](const Layer& self) { return self.moe.plan(); },
           "One line: backend, tiles, threads, workspace.")
-      .def_prop_ro("backend_name", [](const Layer& self) { return self.moe.backend_name(); })
-      .def_prop_ro("workspace_bytes", [](const Layer& self) { return self.moe.workspace_bytes(); })
+      .def_prop_ro(
+          "backend_name", [](const Layer& self) { return self.moe.backend_name(); }, "\"cpu-amx\".")
+      .def_prop_ro(
+          "workspace_bytes",
+          [](const Layer& self) { return self.moe.workspace_bytes(); },
+          "Bytes of the workspace, the caller's or its own.")
       .def("__repr__", [](const Layer& self) { return "RoutedMoe(" + self.moe.plan() + ")"; });
 }
 

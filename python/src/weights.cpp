@@ -113,10 +113,11 @@ constexpr std::array<const char*, 7> kFields = {"fc1_data",
                                                 "fc2_data",
                                                 "fc2_scale_swizzled",
                                                 "fc2_alpha"};
+constexpr size_t kGateAlpha = 3;
 using CanonicalArrays = std::array<std::optional<Array>, kFields.size()>;
 
 bool is_alpha(size_t field) {
-  return field == 2 || field == 3 || field == 6;
+  return field == 2 || field == kGateAlpha || field == 6;
 }
 
 // Elements of each field.
@@ -134,7 +135,7 @@ CanonicalWeights canonical_of(const ExpertShape& shape,
   const auto counts = counts_of(shape);
   std::array<void*, kFields.size()> memory{};
   for (size_t i = 0; i < kFields.size(); ++i) {
-    if (given[i].is_none()) continue;
+    if (given[i].is_none() && (written || i == kGateAlpha)) continue;
     const char* wanted = is_alpha(i) ? "f32" : i == 1 || i == 5 ? "u8 or e4m3" : "u8";
     const Array& array = arrays[i].emplace(given[i], kFields[i], wanted);
     const TensorView& view = written ? array.writable() : array.view();
@@ -329,7 +330,17 @@ Raises TypeError (element type), ValueError (shape, layout, alignment, device), 
           "backend"_a = "",
           "num_threads"_a = 0,
           "device"_a = "cpu",
-          "Zero experts, to be filled by set_expert() or import_canonical().")
+          nb::sig(
+              "def allocate(*, num_local_experts: int, hidden_size: int, intermediate_size: int, "
+              "gated: bool, backend: str = '', num_threads: int = 0, device: typing.Any = 'cpu') "
+              "-> ExpertWeights"),
+          R"(Zero experts, to be filled by set_expert() or import_canonical().
+
+num_local_experts, hidden_size, intermediate_size  L, H and I of prepare(), >= 1
+gated                                              FC1 holds gate and up
+backend, num_threads, device                       as for prepare()
+
+Raises ValueError (sizes, device), UnsupportedError, MemoryError.)")
       .def_static(
           "load",
           &load,
@@ -359,8 +370,9 @@ Raises ValueError (no such file or layer, malformed file, non-finite weights), O
            "stream"_a = nb::none(),
            nb::sig("def refresh(self, fc1_weight: typing.Any, fc2_weight: typing.Any, *, stream: "
                    "int | None = None) -> None"),
-           "Quantizes both stacks again, in place. ValueError, with nothing written, unless they "
-           "fit.")
+           R"(Quantizes stacks for the same sizes again, in place. Arguments as for prepare().
+
+Raises TypeError (element type), ValueError (other sizes, layout, alignment, device): nothing is written then.)")
       .def("set_expert",
            &set_expert,
            "expert"_a,
@@ -371,7 +383,13 @@ Raises ValueError (no such file or layer, malformed file, non-finite weights), O
            nb::sig("def set_expert(self, expert: int, fc1_weight: typing.Any, fc2_weight: "
                    "typing.Any, *, "
                    "stream: int | None = None) -> None"),
-           "Quantizes one expert in place: [I or 2 I, H] and [H, I] bf16, packed.")
+           R"(Quantizes one expert in place.
+
+expert      0 <= expert < num_local_experts
+fc1_weight  [I, H] bf16, or [2 I, H] (gated), packed
+fc2_weight  [H, I] bf16, packed
+
+Raises TypeError and ValueError as refresh() does.)")
       .def(
           "export_canonical",
           &export_canonical,
@@ -383,56 +401,92 @@ Raises ValueError (no such file or layer, malformed file, non-finite weights), O
 
 With Hp, Ip the sizes rounded up to 256 and N1 = Ip, or 2 Ip when gated: fc1_data [L, N1, Hp / 2] uint8,
 fc1_scale_swizzled [L, N1, Hp / 16] uint8 E4M3 (128x4 order), fc1_alpha and fc1_gate_alpha [L] float32,
-fc2_data [L, Hp, Ip / 2], fc2_scale_swizzled [L, Hp, Ip / 16], fc2_alpha [L].)")
-      .def("export_canonical_into",
-           &export_canonical_into,
-           nb::kw_only(),
-           "fc1_data"_a = nb::none(),
-           "fc1_scale_swizzled"_a = nb::none(),
-           "fc1_alpha"_a = nb::none(),
-           "fc2_data"_a = nb::none(),
-           "fc2_scale_swizzled"_a = nb::none(),
-           "fc2_alpha"_a = nb::none(),
-           "fc1_gate_alpha"_a = nb::none(),
-           "export_canonical() into packed arrays of the caller; those that are None are skipped.")
-      .def("import_canonical",
-           &import_canonical,
-           nb::kw_only(),
-           "fc1_data"_a.none(),
-           "fc1_scale_swizzled"_a.none(),
-           "fc1_alpha"_a.none(),
-           "fc2_data"_a.none(),
-           "fc2_scale_swizzled"_a.none(),
-           "fc2_alpha"_a.none(),
-           "fc1_gate_alpha"_a = nb::none(),
-           "Takes canonical bytes, as export_canonical() gives them. Packed; padding must be zero.")
-      .def("export_projection",
-           &export_projection,
-           "expert"_a,
-           "projection"_a,
-           nb::kw_only(),
-           "like"_a = nb::none(),
-           nb::sig("def export_projection(self, expert: int, projection: Projection, *, "
-                   "like: typing.Any = None) -> tuple[typing.Any, typing.Any, float]"),
-           "One matrix in checkpoint order: (codes [rows, ceil(cols / 16) * 8] uint8, block_scales "
-           "[rows, "
-           "ceil(cols / 16)] uint8 E4M3, alpha), as dequantize() takes them.");
+fc2_data [L, Hp, Ip / 2], fc2_scale_swizzled [L, Hp, Ip / 16], fc2_alpha [L].
+
+Waits for a GPU. Raises MemoryError, RuntimeError (the device reported an error).)")
+      .def(
+          "export_canonical_into",
+          &export_canonical_into,
+          nb::kw_only(),
+          "fc1_data"_a = nb::none(),
+          "fc1_scale_swizzled"_a = nb::none(),
+          "fc1_alpha"_a = nb::none(),
+          "fc2_data"_a = nb::none(),
+          "fc2_scale_swizzled"_a = nb::none(),
+          "fc2_alpha"_a = nb::none(),
+          "fc1_gate_alpha"_a = nb::none(),
+          nb::sig("def export_canonical_into(self, *, fc1_data: typing.Any = None, "
+                  "fc1_scale_swizzled: typing.Any = None, fc1_alpha: typing.Any = None, "
+                  "fc2_data: typing.Any = None, fc2_scale_swizzled: typing.Any = None, "
+                  "fc2_alpha: typing.Any = None, fc1_gate_alpha: typing.Any = None) -> None"),
+          R"(export_canonical() into packed arrays of the caller in host memory; those that are None are skipped.
+
+Raises TypeError (element type), ValueError (number of elements, layout, device, read-only memory; gate and up rows
+of different alphas without fc1_gate_alpha), RuntimeError.)")
+      .def(
+          "import_canonical",
+          &import_canonical,
+          nb::kw_only(),
+          "fc1_data"_a.none(),
+          "fc1_scale_swizzled"_a.none(),
+          "fc1_alpha"_a.none(),
+          "fc2_data"_a.none(),
+          "fc2_scale_swizzled"_a.none(),
+          "fc2_alpha"_a.none(),
+          "fc1_gate_alpha"_a = nb::none(),
+          nb::sig(
+              "def import_canonical(self, *, fc1_data: typing.Any, fc1_scale_swizzled: typing.Any, "
+              "fc1_alpha: typing.Any, fc2_data: typing.Any, fc2_scale_swizzled: typing.Any, "
+              "fc2_alpha: typing.Any, fc1_gate_alpha: typing.Any = None) -> None"),
+          R"(Takes canonical bytes, as export_canonical() gives them: packed, in host memory, padding zero.
+
+fc1_gate_alpha  default: as fc1_alpha
+
+Raises TypeError (element type), ValueError (number of elements, layout, device, padding, scales that are no
+numbers), RuntimeError.)")
+      .def(
+          "export_projection",
+          &export_projection,
+          "expert"_a,
+          "projection"_a,
+          nb::kw_only(),
+          "like"_a = nb::none(),
+          nb::sig("def export_projection(self, expert: int, projection: Projection, *, "
+                  "like: typing.Any = None) -> tuple[typing.Any, typing.Any, float]"),
+          R"(One matrix of one expert in checkpoint order, in new arrays: numpy, or of the framework of `like`.
+
+Returns (codes [rows, ceil(cols / 16) * 8] uint8, block_scales [rows, ceil(cols / 16)] uint8 E4M3, alpha), as
+dequantize() takes them; [rows, cols] is [I, H] for GATE and UP, [H, I] for DOWN.
+
+Raises ValueError (expert, GATE of weights without one), RuntimeError.)");
   const auto shape = [](const WeightsHandle& w) -> const ExpertShape& {
     return w.shared->weights.shape();
   };
   weights
-      .def_prop_ro("num_local_experts",
-                   [=](const WeightsHandle& w) { return shape(w).num_local_experts; })
-      .def_prop_ro("hidden_size", [=](const WeightsHandle& w) { return shape(w).hidden_size; })
-      .def_prop_ro("intermediate_size",
-                   [=](const WeightsHandle& w) { return shape(w).intermediate_size; })
-      .def_prop_ro("gated", [=](const WeightsHandle& w) { return shape(w).gated; })
-      .def_prop_ro("padded_hidden_size",
-                   [=](const WeightsHandle& w) { return shape(w).padded_hidden_size(); })
-      .def_prop_ro("padded_intermediate_size",
-                   [=](const WeightsHandle& w) { return shape(w).padded_intermediate_size(); })
-      .def_prop_ro("device",
-                   [](const WeightsHandle& w) { return to_string(w.shared->weights.device()); })
+      .def_prop_ro(
+          "num_local_experts",
+          [=](const WeightsHandle& w) { return shape(w).num_local_experts; },
+          "L")
+      .def_prop_ro(
+          "hidden_size", [=](const WeightsHandle& w) { return shape(w).hidden_size; }, "H")
+      .def_prop_ro(
+          "intermediate_size",
+          [=](const WeightsHandle& w) { return shape(w).intermediate_size; },
+          "I")
+      .def_prop_ro(
+          "gated", [=](const WeightsHandle& w) { return shape(w).gated; }, "FC1 holds gate and up.")
+      .def_prop_ro(
+          "padded_hidden_size",
+          [=](const WeightsHandle& w) { return shape(w).padded_hidden_size(); },
+          "Hp of the canonical arrangement: H rounded up to 256.")
+      .def_prop_ro(
+          "padded_intermediate_size",
+          [=](const WeightsHandle& w) { return shape(w).padded_intermediate_size(); },
+          "Ip of the canonical arrangement: I rounded up to 256.")
+      .def_prop_ro(
+          "device",
+          [](const WeightsHandle& w) { return to_string(w.shared->weights.device()); },
+          "Where the weights live: \"cpu\", \"cuda:0\".")
       .def_prop_ro(
           "size_bytes",
           [](const WeightsHandle& w) { return w.shared->weights.size_bytes(); },

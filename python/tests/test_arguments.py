@@ -58,6 +58,83 @@ def test_element_types(layer, value, error, text):
             hexpert.ExpertWeights.prepare(*stacks)
 
 
+def array_arguments(layer):
+    """A call for every argument that is an array, and whether it is written."""
+    weights = layer.weights()
+    plan = layer.plan(weights)
+    x, ids, p = layer.inputs
+    quantized = hexpert.quantize_tokens(x)
+    fields = weights.export_canonical()
+    yield "hidden_states", lambda a: hexpert.quantize_tokens(a), False
+    yield "matrix", lambda a: hexpert.quantize_matrix(a), False
+    for i, name in enumerate(("codes", "block_scales", "outer")):
+        parts = [*quantized]
+
+        def quantize(a, i=i, parts=parts):
+            return hexpert.quantize_tokens(x, out=(*parts[:i], a, *parts[i + 1 :]))
+
+        def dequantize(a, i=i, parts=parts):
+            return hexpert.dequantize(*parts[:i], a, *parts[i + 1 :])
+
+        yield f"out[{i}]", quantize, True
+        yield name, dequantize, False
+    yield "out", lambda a: hexpert.dequantize(*quantized, out=a), True
+    yield "fc1_weight", lambda a: hexpert.ExpertWeights.prepare(a, layer.fc2), False
+    yield "fc2_weight", lambda a: hexpert.ExpertWeights.prepare(layer.fc1, a), False
+    yield "fc1_weight", lambda a: weights.refresh(a, layer.fc2), False
+    yield "fc2_weight", lambda a: weights.refresh(layer.fc1, a), False
+    yield "fc1_weight", lambda a: weights.set_expert(0, a, layer.fc2[0]), False
+    yield "fc2_weight", lambda a: weights.set_expert(0, layer.fc1[0], a), False
+    yield "hidden_states", lambda a: plan.forward(a, ids, p), False
+    yield "routing_map", lambda a: plan.forward(x, a, p), False
+    yield "probabilities", lambda a: plan.forward(x, ids, a), False
+    yield "out", lambda a: plan.forward(x, ids, p, a), True
+    yield "workspace", lambda a: layer.plan(weights, workspace=a), True
+    for name in fields:
+        yield name, lambda a, name=name: weights.import_canonical(**(fields | {name: a})), False
+        yield name, lambda a, name=name: weights.export_canonical_into(**(fields | {name: a})), True
+
+
+# Fits no argument by its size, whatever the element type.
+NO_ARRAYS = {
+    "None": lambda dtype: None,
+    "a list": lambda dtype: [1.0],
+    "float64": lambda dtype: np.zeros((6, 48)),
+    "big-endian": lambda dtype: np.zeros((5, 7), np.dtype(dtype).newbyteorder(">") if dtype != np.uint8 else ">u2"),
+    "zero-size": lambda dtype: np.zeros((0, 0, 0), dtype),
+    "strided columns": lambda dtype: aligned(np.zeros((6, 96), dtype))[:, ::2],
+}
+
+
+@pytest.mark.parametrize("kind", NO_ARRAYS)
+def test_every_array_argument(layer, kind):
+    """Whatever is no array for it is refused by an exception that names the argument."""
+    for name, call, written in array_arguments(layer):
+        if kind == "None" and (written or name == "fc1_gate_alpha") and not name.startswith("out["):
+            continue  # as if not given
+        for dtype in (np.uint8, np.uint16, np.int32, np.float32):
+            with pytest.raises((TypeError, ValueError)) as caught:
+                call(NO_ARRAYS[kind](dtype))
+            text = str(caught.value)
+            assert f"{name}: expected" in text or f"{name}: every dimension must be" in text
+
+
+def test_every_written_argument_may_be_written(layer):
+    outputs = {
+        "out[0]": np.uint8,
+        "out[1]": np.uint8,
+        "out[2]": np.float32,
+        "out": np.float32,
+        "workspace": np.uint8,
+        **{name: array.dtype for name, array in layer.weights().export_canonical().items()},
+    }
+    for name, call, written in array_arguments(layer):
+        if written:
+            array = np.zeros(8, outputs[name])
+            array.flags.writeable = False
+            refuses(ValueError, f"{name}: expected memory that may be written, got a read-only array", call, array)
+
+
 def test_prepare_shapes(layer):
     prepare = hexpert.ExpertWeights.prepare
     refuses(ValueError, "fc1_weight: expected rank 3, got [80, 48] bf16", prepare, layer.fc1[0], layer.fc2)
@@ -108,7 +185,7 @@ def test_canonical(layer):
         TypeError,
         "fc1_alpha: expected an array of f32",
         weights.import_canonical,
-        **(fields | {"fc1_alpha": None} | {"fc1_alpha": 1.0}),
+        **(fields | {"fc1_alpha": 1.0}),
     )
     refuses(
         TypeError,

@@ -1,5 +1,9 @@
 """Arrays of other frameworks: the same bits, and no copies."""
 
+import ast
+import ctypes
+from pathlib import Path
+
 import numpy as np
 import pytest
 from conftest import Layer, aligned, from_bf16
@@ -69,6 +73,47 @@ class Exporter:
         return self.array.__dlpack_device__()
 
 
+class Elsewhere(Exporter):
+    """An exporter that says that its memory is on a GPU."""
+
+    def __init__(self, array):
+        super().__init__(array, False)
+
+    def __dlpack__(self, **_):
+        capsule = self.array.__dlpack__()
+        address = ctypes.pythonapi.PyCapsule_GetPointer
+        address.restype, address.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+        device_type = address(capsule, b"dltensor") + ctypes.sizeof(ctypes.c_void_p)
+        ctypes.c_int32.from_address(device_type).value = 2  # kDLCUDA
+        return capsule
+
+    def __dlpack_device__(self):
+        return 2, 0
+
+
+def test_wrong_device(layer):
+    weights = layer.weights()
+    plan = layer.plan(weights)
+    values = np.zeros((6, 48), np.float32)
+    mismatch = "expected memory of cpu, got cuda:0"
+    for place, name in ((1, "routing_map"), (2, "probabilities"), (3, "out")):
+        arguments = [*layer.inputs, values]
+        arguments[place] = Elsewhere(arguments[place])
+        with pytest.raises(ValueError, match=f"{name}: {mismatch}"):
+            plan.forward(*arguments)
+    codes, scales, outer = hexpert.quantize_tokens(layer.hidden_states)
+    with pytest.raises(ValueError, match="expected memory of cpu, got cuda:0"):
+        hexpert.quantize_tokens(layer.hidden_states, out=(Elsewhere(codes), scales, outer))
+    with pytest.raises(ValueError, match="expected memory of cpu, got cuda:0"):
+        hexpert.dequantize(codes, Elsewhere(scales), outer)
+    with pytest.raises(ValueError, match=f"workspace: {mismatch}"):
+        layer.plan(weights, workspace=Elsewhere(np.zeros(64, np.uint8)))
+    fields = weights.export_canonical()
+    for call in (weights.import_canonical, weights.export_canonical_into):
+        with pytest.raises(ValueError, match=f"fc2_data: {mismatch}"):
+            call(**(fields | {"fc2_data": Elsewhere(fields["fc2_data"])}))
+
+
 @pytest.mark.parametrize("versioned", [False, True])
 def test_any_exporter(layer, versioned):
     plan = layer.plan()
@@ -84,8 +129,6 @@ def test_any_exporter(layer, versioned):
 
 
 def test_checkpoint():
-    from pathlib import Path
-
     model = Path(__file__).parents[2] / "data" / "tiny-swiglu" / "model.safetensors"
     weights = hexpert.ExpertWeights.load(model, "model.layers.0.mlp")
     assert (weights.num_local_experts, weights.hidden_size, weights.intermediate_size) == (16, 144, 104)
@@ -100,6 +143,42 @@ def test_checkpoint():
     assert values.shape == (104, 144) and np.isfinite(values).all()
     with pytest.raises(ValueError, match="not found"):
         hexpert.ExpertWeights.load(model, "model.layers.9.mlp")
+
+
+def public(names):
+    return {name for name in names if not name.startswith("_") or name == "__version__"}
+
+
+def test_stubs_and_docstrings():
+    """The type stubs have every name, and every name says what it is."""
+    from hexpert import _core
+
+    stubs = Path(_core.__file__).with_name("_core.pyi")
+    if not stubs.exists():
+        pytest.skip("a sanitized build has no stubs")
+
+    def names_in(body):
+        kinds = (ast.FunctionDef, ast.ClassDef)
+        found = {node.name: node for node in body if isinstance(node, kinds)}
+        for node in body:
+            if isinstance(node, ast.AnnAssign):
+                found[node.target.id] = node
+            elif isinstance(node, ast.Assign):
+                found[node.targets[0].id] = node
+        return found
+
+    module = names_in(ast.parse(stubs.read_text()).body)
+    assert public(vars(_core)) == public(module) == set(hexpert.__all__)
+    for name in hexpert.__all__:
+        thing = getattr(hexpert, name)
+        if isinstance(thing, type):
+            members = public(getattr(thing, "__members__", None) or vars(thing))
+            assert members - {"add_note", "args", "with_traceback"} <= set(names_in(module[name].body)), name
+            if hasattr(thing, "__members__"):
+                members = ()
+            for member in members:
+                assert getattr(thing, member).__doc__, f"{name}.{member} has no docstring"
+        assert name == "__version__" or thing.__doc__, f"{name} has no docstring"
 
 
 def test_sizes_and_names():
