@@ -44,7 +44,11 @@ def pack(codes: Tensor) -> Tensor:
 
 
 def quantize(x: Tensor, per_row: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """x [rows, cols] bf16, cols % 16 == 0 -> packed codes, linear block scales, FP32 outer scales."""
+    """x [rows, cols] bf16, cols % 16 == 0 -> packed codes, linear block scales, FP32 outer scales.
+
+    FlashInfer's rule without fast math, and that of Transformer Engine's reference quantizer, which differs in
+    zeros alone: code 0 for -0.0, and another outer scale of a matrix without any other number.
+    """
     x = x.float()
     amax = x.abs().amax(1) if per_row else x.abs().amax().reshape(1)  # NaN wins
     encode = torch.minimum(FULL_RANGE / amax, FLT_MAX)
@@ -59,6 +63,35 @@ def quantize(x: Tensor, per_row: bool) -> tuple[Tensor, Tensor, Tensor]:
     scales = torch.where(poisoned[:, None], NAN_SCALE, scales)
     outer = torch.where(amax == 0, torch.tensor(0.0 if per_row else 1.0), decode)
     return pack(codes), scales.to(torch.uint8), torch.where(poisoned, torch.nan, outer)
+
+
+def four_over_six(x: Tensor, per_row: bool, squared: bool, e4m3_max: int) -> tuple[Tensor, Tensor, Tensor]:
+    """As quantize(), by FlashInfer's other rule: a block's maximum becomes 6 or 4, whichever errs less. Finite x."""
+    x = x.float()
+    full_range = torch.tensor(6.0 * e4m3_max)
+    amax = x.abs().amax(1) if per_row else x.abs().amax().reshape(1)
+    encode = torch.minimum(full_range / amax, FLT_MAX)
+    decode = ONE / encode
+    blocks = x.view(x.shape[0], -1, 16)
+    largest = blocks.abs().amax(2)
+    base = largest / torch.tensor(6.0) * encode[:, None]
+
+    def candidate(scales):
+        scale = e4m3_value(scales)
+        inner = torch.minimum(ONE / (scale * decode[:, None]), FLT_MAX)
+        codes = e2m1(blocks * inner[..., None])
+        value = E2M1[(codes & 7).long()] * (1 - 2 * (codes >> 3).float()) * scale[..., None]
+        value = value * amax[:, None, None] / full_range if per_row else value * decode
+        difference = value - blocks
+        terms = (difference * difference if squared else difference.abs()).unbind(-1)
+        return codes, scales, sum(terms[1:], terms[0])  # in this order
+
+    codes, scales, error = candidate(e4m3(base))
+    codes4, scales4, error4 = candidate(e4m3(base * torch.tensor(1.5)))
+    codes = torch.where((error4 < error)[..., None], codes4, codes)
+    codes = torch.where((largest == 0)[..., None], 0, codes)
+    outer = torch.where(amax == 0, torch.tensor(0.0 if per_row else 1.0), decode)
+    return pack(codes.view_as(x)), torch.where(error4 < error, scales4, scales), outer
 
 
 def tiled(scales: Tensor, tile_rows: int) -> Tensor:
@@ -115,8 +148,31 @@ def matrix_values(matrix: Tensor) -> Tensor:
     return values(*quantize(padded(matrix, matrix.shape[0], up(cols, 16)), per_row=False))
 
 
-def forward(fc1, fc2, x, ids, probabilities, offset=0) -> Tensor:
-    """The layer with sums in FP64: [T, H]."""
+def swiglu(gate: Tensor, above: Tensor) -> Tensor:
+    return torch.nn.functional.silu(gate) * above
+
+
+def swiglu_oai(alpha: float, beta: float, limit: float):
+    def activation(gate, above):
+        gate = gate.clamp(max=limit)
+        return gate * torch.sigmoid(alpha * gate) * (above.clamp(-limit, limit) + beta)
+
+    return activation
+
+
+def geglu_tanh(gate: Tensor, above: Tensor) -> Tensor:
+    return torch.nn.functional.gelu(gate, approximate="tanh") * above
+
+
+def situ(b: float, c: float | None):
+    def activation(gate, above):
+        return b * torch.tanh(gate / b) * torch.sigmoid(gate) * (above if c is None else c * torch.tanh(above / c))
+
+    return activation
+
+
+def forward(fc1, fc2, x, ids, probabilities, offset=0, activation=swiglu) -> Tensor:
+    """The layer with sums in FP64: [T, H]. `activation` is that of gated experts."""
     experts, inter, hidden = fc2.shape[0], fc2.shape[2], fc2.shape[1]
     gated = fc1.shape[1] == 2 * inter
     x = values(*quantize(padded(x, x.shape[0], up(hidden, 16)), per_row=True))
@@ -128,7 +184,7 @@ def forward(fc1, fc2, x, ids, probabilities, offset=0) -> Tensor:
         z = x[tokens] @ matrix_values(fc1[expert]).T
         if gated:
             gate, above = z.chunk(2, 1)
-            h = torch.nn.functional.silu(gate) * above
+            h = activation(gate, above)
         else:
             h = z.clamp(min=0).square()
         h = padded(h.bfloat16(), h.shape[0], up(inter, 16))

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from conftest import GROUPS, golden_cases
+from conftest import GROUPS, aligned, from_bf16, golden_cases
 
 import hexpert
 
@@ -18,28 +18,44 @@ def same_bits(got, want):
     return np.array_equal(got.view(np.uint8).ravel(), want.view(np.uint8).ravel())
 
 
-@pytest.mark.parametrize("case, golden", golden_cases("per_token") + golden_cases("nonfinite"))
-def test_per_token(case, golden):
-    if "row_scale" not in golden:
-        pytest.skip("a case of the matrix quantizer")
+@pytest.mark.parametrize(
+    "case, golden", [p for group in ("per_token", "per_tensor", "nonfinite", "four_over_six") for p in golden_cases(group)]
+)
+def test_quantizers(case, golden):
+    options = {}
+    if case[:3] in ("mae", "mse"):
+        options = dict(four_over_six=hexpert.FourOverSix[case[:3].upper()], e4m3_max=256 if "256" in case else 448)
+    per_token = "row_scale" in golden
     for name, layout in LAYOUTS.items():
         if name not in golden:
             continue
-        codes, scales, outer = hexpert.quantize_tokens(
-            golden["x"], 2 * golden["data"].shape[1], scale_layout=layout
-        )
+        if per_token:
+            padded = 2 * golden["data"].shape[1]
+            codes, scales, outer = hexpert.quantize_tokens(golden["x"], padded, scale_layout=layout, **options)
+        else:
+            codes, scales, outer = hexpert.quantize_matrix(golden["x"], scale_layout=layout, **options)
         assert same_bits(codes, golden["data"])
         assert same_bits(scales, golden[name])
-        assert same_bits(outer, golden["row_scale"])
+        if per_token or "alpha" in golden:
+            assert same_bits(outer, golden["row_scale" if per_token else "alpha"])
+        else:
+            assert same_bits(outer, np.float32(1) / golden["encode_scale"])
 
 
-@pytest.mark.parametrize("case, golden", golden_cases("per_tensor"))
-def test_per_tensor(case, golden):
-    for name, layout in LAYOUTS.items():
-        codes, scales, alpha = hexpert.quantize_matrix(golden["x"], scale_layout=layout)
-        assert same_bits(codes, golden["data"])
-        assert same_bits(scales, golden[name])
-        assert same_bits(alpha, golden["alpha"])
+def test_every_code():
+    """All E2M1 codes times all E4M3 scales, and the rounding to BF16."""
+    tables = GROUPS["tables"]
+    e2m1, e4m3 = tables["e2m1"]["decode"], tables["e4m3"]["decode"]
+    codes = np.tile(np.arange(16, dtype=np.uint8).reshape(8, 2) @ np.array([1, 16], np.uint8), (256, 1))
+    scales = np.arange(256, dtype=np.uint8).reshape(256, 1)
+    got = hexpert.dequantize(codes, scales, np.ones(1, np.float32))
+    want = e2m1 * e4m3[:, None]
+    assert np.array_equal(got, want, equal_nan=True)
+    numbers = ~np.isnan(want)
+    assert same_bits(got[numbers], want[numbers]), "signed zeros"
+    out = aligned(np.empty((256, 16), np.uint16))
+    hexpert.dequantize(codes, scales, np.ones(1, np.float32), out=out)
+    assert np.array_equal(from_bf16(out)[numbers], want[numbers]), "BF16 holds every product"
 
 
 @pytest.mark.parametrize("case, golden", golden_cases("weights"))

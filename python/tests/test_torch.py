@@ -18,7 +18,7 @@ LAYOUTS = {
 # Shapes of FlashInfer's quantizer tests.
 SHAPES = [
     *[(1, 64), (1, 1024), (3, 128), (16, 64), (64, 128), (128, 64), (256, 128), (512, 256), (128, 1024)],
-    *[(1024, 2048), (128, 16384), (120, 64), (200, 256)],
+    *[(1024, 2048), (128, 16384), (120, 64), (200, 256), (2048, 2048)],
 ]
 
 
@@ -60,39 +60,63 @@ def test_quantizers(rows, cols, kind):
             assert same(got[2].nan_to_num(-1.0), outer.nan_to_num(-1.0)), "outer scales"
 
 
-@pytest.mark.parametrize("group", ["per_token", "per_tensor"])
+@pytest.mark.parametrize("kind", ["random", "boundary", "zeros", "maxima"])
+@pytest.mark.parametrize("rows, cols", SHAPES[:9])
+def test_four_over_six(rows, cols, kind):
+    x = inputs(kind, rows, cols)
+    for squared, e4m3_max in ((False, 448), (False, 256), (True, 448), (True, 256)):
+        error = hexpert.FourOverSix.MSE if squared else hexpert.FourOverSix.MAE
+        for per_row, quantize in ((True, hexpert.quantize_tokens), (False, hexpert.quantize_matrix)):
+            want = reference.four_over_six(x, per_row, squared, e4m3_max)
+            got = quantize(x, four_over_six=error, e4m3_max=e4m3_max)
+            assert all(same(a, b) for a, b in zip(got, want)), (squared, e4m3_max, per_row)
+
+
+@pytest.mark.parametrize("group", ["per_token", "per_tensor", "four_over_six"])
 def test_reference_gives_the_golden_bits(group):
-    for golden in GROUPS[group].values():
+    for name, golden in GROUPS[group].items():
         x = torch.from_numpy(golden["x"]).view(torch.bfloat16)
         x = reference.padded(x, x.shape[0], 2 * golden["data"].shape[1])
-        codes, scales, outer = reference.quantize(x, group == "per_token")
+        per_row = "row_scale" in golden
+        if group == "four_over_six":
+            codes, scales, outer = reference.four_over_six(x, per_row, name[:3] == "mse", 256 if "256" in name else 448)
+        else:
+            codes, scales, outer = reference.quantize(x, per_row)
         assert same(codes, torch.from_numpy(golden["data"]))
         assert same(scales, torch.from_numpy(golden["scale_linear"]))
-        assert same(outer, torch.from_numpy(golden["row_scale" if group == "per_token" else "alpha"]))
+        if per_row or "alpha" in golden:
+            assert same(outer, torch.from_numpy(golden["row_scale" if per_row else "alpha"]))
 
 
-# (experts, top_k, hidden, inter, tokens, local, offset, gated): Megatron's inference tests, and FlashInfer's
-# with their partial output tiles.
+# (experts, top_k, hidden, inter, tokens, local, offset, gated): Megatron's inference tests; FlashInfer's with
+# partial output tiles, and of some ranks of its expert parallelism; sizes that are multiples of nothing.
 LAYERS = [
     (4, 1, 64, 64, 1, 4, 0, False),
     (4, 2, 64, 64, 4, 4, 0, False),
     (4, 2, 64, 64, 4, 4, 0, True),
     (8, 2, 128, 128, 8, 8, 0, False),
     (8, 4, 128, 128, 16, 8, 0, True),
+    (8, 4, 128, 128, 16, 8, 0, False),
     (8, 6, 128, 128, 32, 8, 0, False),
     (8, 6, 128, 256, 32, 8, 0, True),
     (8, 4, 128, 256, 64, 8, 0, False),
     (16, 8, 64, 128, 128, 16, 0, True),
+    (16, 8, 64, 128, 128, 16, 0, False),
+    (8, 4, 128, 128, 32, 4, 0, False),
     (8, 4, 128, 128, 32, 4, 4, False),
+    (8, 4, 128, 128, 32, 2, 0, False),
     (8, 4, 128, 128, 32, 2, 6, False),
     (8, 2, 256, 512, 128, 8, 0, False),
     (8, 2, 384, 512, 128, 8, 0, False),
+    (256, 8, 256, 512, 256, 8, 0, True),
+    (256, 8, 256, 512, 256, 8, 248, True),
+    (256, 8, 256, 512, 256, 32, 224, True),
     (8, 2, 80, 104, 17, 8, 0, True),
 ]
 
 
 class Case:
-    def __init__(self, experts, top_k, hidden, inter, tokens, local, offset, gated):
+    def __init__(self, experts, top_k, hidden, inter, tokens, local, offset, gated, **activation):
         generator = torch.Generator().manual_seed(experts + tokens)
         shape = (local, 2 * inter if gated else inter, hidden)
         self.fc1 = (torch.randn(shape, generator=generator) / 10).bfloat16()
@@ -102,6 +126,7 @@ class Case:
         top, self.ids = logits.topk(top_k, dim=1)
         self.p = top.softmax(1)
         self.offset = offset
+        self.inputs = self.x, self.ids, self.p
         self.weights = hexpert.ExpertWeights.prepare(self.fc1, self.fc2)
         self.layer = hexpert.RoutedMoe.create(
             self.weights,
@@ -109,8 +134,18 @@ class Case:
             top_k=top_k,
             num_experts=experts,
             local_expert_offset=offset,
-            activation=hexpert.ActivationType.SWIGLU if gated else hexpert.ActivationType.SQUARED_RELU,
+            **activation
+            or {"activation": hexpert.ActivationType.SWIGLU if gated else hexpert.ActivationType.SQUARED_RELU},
         )
+
+
+def assert_close(out, want):
+    """One flipped rounding before a quantization changes its row by some percent, and is legitimate."""
+    size = want.norm(dim=1)
+    relative = (out.double() - want).norm(dim=1) / size.clamp(min=1e-30)
+    assert relative[size > 0].max() <= 0.12
+    assert (relative <= 4e-3).float().mean() >= 0.95 or (relative > 4e-3).sum() <= 1
+    assert (out[size == 0] == 0).all()
 
 
 @pytest.mark.parametrize("shape", LAYERS, ids=str)
@@ -122,14 +157,40 @@ def test_layer(shape):
     want = reference.forward(case.fc1, case.fc2, case.x, case.ids, case.p, case.offset)
     out = torch.full((case.x.shape[0], case.x.shape[1]), torch.nan)
     assert case.layer.forward(case.x, case.ids, case.p, out) is out
-    # One flipped rounding before a quantization changes its row by some percent, and is legitimate.
-    error = (out.double() - want).norm(dim=1)
-    relative = error / want.norm(dim=1).clamp(min=1e-30)
-    assert relative[want.norm(dim=1) > 0].max() <= 0.12
-    assert (relative <= 4e-3).float().mean() >= 0.95 or (relative > 4e-3).sum() <= 1
-    assert (out[want.norm(dim=1) == 0] == 0).all()
+    assert_close(out, want)
     rounded = case.layer.forward(case.x, case.ids.int(), case.p)
     assert rounded.dtype == torch.bfloat16 and torch.equal(rounded, out.bfloat16())
+
+
+@pytest.mark.parametrize(
+    "kind, parameters, activation",
+    [
+        ("SWIGLU_OAI", dict(alpha=1.702, beta=1.0, limit=7.0), reference.swiglu_oai(1.702, 1, 7)),
+        ("SWIGLU_OAI", dict(alpha=0.5, beta=-0.25, limit=0.1), reference.swiglu_oai(0.5, -0.25, 0.1)),
+        ("SWIGLU_OAI", {}, reference.swiglu),
+        ("GEGLU_TANH", {}, reference.geglu_tanh),
+        ("SITU", dict(situ_b=1.75), reference.situ(1.75, None)),
+        ("SITU", dict(situ_b=0.8, situ_c=1.5), reference.situ(0.8, 1.5)),
+    ],
+)
+def test_activations(kind, parameters, activation):
+    case = Case(8, 2, 256, 512, 64, 8, 0, True, activation=hexpert.ActivationType[kind], **parameters)
+    out = torch.empty(case.x.shape)
+    case.layer.forward(case.x, case.ids, case.p, out)
+    assert_close(out, reference.forward(case.fc1, case.fc2, case.x, case.ids, case.p, activation=activation))
+
+
+@pytest.mark.parametrize("valid", [1, 4, 8, 15])
+def test_valid_rows(valid):
+    case = Case(8, 4, 128, 128, 16, 8, 0, False)
+    want = case.layer.forward(*case.inputs)
+    case.x[valid:] = torch.nan
+    out = torch.full_like(case.x, 3)
+    case.layer.forward(*case.inputs, out, token_capacity=valid, use_bounded_rows=True)
+    assert torch.equal(out[:valid], want[:valid]) and (out[valid:] == 3).all()
+    case.ids[valid:] = -1  # as the dispatcher of a full buffer marks them
+    out = case.layer.forward(*case.inputs)
+    assert torch.equal(out[:valid], want[:valid]) and not out[valid:].any()
 
 
 def test_tensors():
