@@ -1,16 +1,21 @@
 // The C ABI: the golden vectors through it, handles, and every refusal with its code and text.
 #include <gtest/gtest.h>
 
+#include <cmath>
+#include <cstring>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "capi.hpp"
 #include "golden.hpp"
+#include "hexpert/moe.hpp"
 #include "support.hpp"
 
 namespace {
 
+using namespace hexpert;        // NOLINT(google-build-using-namespace)
 using namespace hexpert::test;  // NOLINT(google-build-using-namespace)
 
 Tensor tensor_of(const GoldenArray& array) {
@@ -30,8 +35,22 @@ void expect_same(const PoisonedBuffer<T>& got, const GoldenArray& want, const st
 
 // --- golden vectors ---
 
-void quantizes(const std::string& group, bool per_row) {
-  for (const std::string& name : Golden::instance().cases(group)) {
+hx_quantize_options options_of(const std::string& name) {
+  hx_quantize_options options = HX_QUANTIZE_OPTIONS_INIT;
+  if (name.rfind("mae", 0) == 0) options.four_over_six = HX_FOUR_OVER_SIX_MAE;
+  if (name.rfind("mse", 0) == 0) options.four_over_six = HX_FOUR_OVER_SIX_MSE;
+  if (name.find("256") != std::string::npos) options.e4m3_max = 256;
+  return options;
+}
+
+class CApiGoldenQuantize : public testing::TestWithParam<const char*> {};
+
+TEST_P(CApiGoldenQuantize, Bytes) {
+  const std::string group = GetParam();
+  const Golden& all = Golden::instance();
+  for (const std::string& name : all.cases(group)) {
+    const bool per_row = all.has(group, name, "row_scale");
+    const hx_quantize_options options = options_of(name);
     const GoldenArray x = golden(group, name, "x");
     const GoldenArray data = golden(group, name, "data");
     const int64_t rows = data.shape[0];
@@ -39,12 +58,10 @@ void quantizes(const std::string& group, bool per_row) {
     for (const auto& [layout, array] : {std::pair{HX_SCALES_LINEAR, "scale_linear"},
                                         std::pair{HX_SCALES_128X4, "scale_128x4"},
                                         std::pair{HX_SCALES_8X4, "scale_8x4"}}) {
-      if (!Golden::instance().has(group, name, array)) continue;
-      const GoldenArray want = golden(group, name, array);
-      const GoldenArray outer = golden(group, name, per_row ? "row_scale" : "alpha");
+      if (!all.has(group, name, array)) continue;
       PoisonedBuffer<uint8_t> codes(rows * cols / 2);
       PoisonedBuffer<uint8_t> scales(hx_block_scale_bytes(layout, rows, cols));
-      PoisonedBuffer<float> t(outer.count());
+      PoisonedBuffer<float> t(per_row ? rows : 1);
       const Tensor input = tensor_of(x);
       const Tensor codes_out(codes.data(), kU8, {rows, cols / 2});
       const Tensor scales_out(scales.data(), kU8, {scales.size()});
@@ -56,21 +73,46 @@ void quantizes(const std::string& group, bool per_row) {
       out.per_row = per_row ? 1 : 0;
       out.scale_layout = layout;
       const std::string what = group + "/" + name + "/" + array;
-      const hx_status status = per_row ? hx_quantize_tokens(&input, cols, &out, nullptr, nullptr)
-                                       : hx_quantize_matrix(&input, &out, nullptr, nullptr);
+      const hx_status status = per_row ? hx_quantize_tokens(&input, cols, &out, &options, nullptr)
+                                       : hx_quantize_matrix(&input, &out, &options, nullptr);
       ASSERT_EQ(status, HX_OK) << what << ": " << hx_last_error();
       expect_same(codes, data, what);
-      expect_same(scales, want, what);
-      expect_same(t, outer, what);
+      expect_same(scales, golden(group, name, array), what);
+      const char* outer = per_row ? "row_scale" : "alpha";
+      if (all.has(group, name, outer)) expect_same(t, golden(group, name, outer), what);
     }
   }
 }
 
-TEST(CApiGolden, PerToken) {
-  quantizes("per_token", true);
-}
-TEST(CApiGolden, PerTensor) {
-  quantizes("per_tensor", false);
+INSTANTIATE_TEST_SUITE_P(Groups,
+                         CApiGoldenQuantize,
+                         testing::Values("per_token", "per_tensor", "nonfinite", "four_over_six"));
+
+TEST(CApiGolden, EveryCode) {
+  const GoldenArray e2m1 = golden("tables", "e2m1", "decode");
+  const GoldenArray e4m3 = golden("tables", "e4m3", "decode");
+  std::vector<uint8_t> codes, scales;
+  for (int scale = 0; scale < 256; ++scale) {
+    scales.push_back(static_cast<uint8_t>(scale));
+    for (int pair = 0; pair < 8; ++pair)
+      codes.push_back(static_cast<uint8_t>(2 * pair | (2 * pair + 1) << 4));
+  }
+  const float one = 1;
+  PoisonedBuffer<float> out(int64_t{256} * 16);
+  const Tensor codes_in(codes.data(), kU8, {256, 8});
+  const Tensor scales_in(scales.data(), {kDLFloat8_e4m3fn, 8, 1}, {256, 1});
+  const Tensor outer_in(&one, kF32, {1});
+  const Tensor result(out.data(), kF32, {256, 16});
+  const hx_nvfp4 in = {sizeof(in), &codes_in, &scales_in, &outer_in, 0, HX_SCALES_LINEAR};
+  ASSERT_EQ(hx_dequantize(&in, &result, nullptr), HX_OK) << hx_last_error();
+  for (int scale = 0; scale < 256; ++scale) {
+    for (int code = 0; code < 16; ++code) {
+      const float want = e2m1.data<float>()[code] * e4m3.data<float>()[scale];
+      const float got = out[scale * 16 + code];
+      EXPECT_TRUE(std::isnan(want) ? std::isnan(got) : std::memcmp(&got, &want, 4) == 0)
+          << "scale " << scale << ", code " << code << ": " << got;
+    }
+  }
 }
 
 hx_status prepare(const std::string& name, Weights& weights) {
@@ -212,6 +254,59 @@ TEST(CApiGolden, Forward) {
       expect_same(out, want, name + " on " + info.name);
     }
   }
+}
+
+// The parameters of the activations arrive: the same bits as from the C++ API, and others without them.
+TEST(CApi, Activations) {
+  constexpr int64_t kHidden = 32, kInter = 16;
+  const Bf16Vector fc1 = gaussian_bf16(2 * 2 * kInter * kHidden, 1, 0.3);
+  const Bf16Vector fc2 = gaussian_bf16(2 * kHidden * kInter, 2, 0.3);
+  const Bf16Vector x = gaussian_bf16(kHidden, 3);
+  const int32_t ids[] = {1, 0};
+  const AlignedVector<float> p = {0.25F, 0.75F};
+  const Tensor fc1_weight(fc1.data(), kBf16, {2, 2 * kInter, kHidden});
+  const Tensor fc2_weight(fc2.data(), kBf16, {2, kHidden, kInter});
+  Weights weights;
+  ASSERT_EQ(hx_weights_prepare(&fc1_weight, &fc2_weight, nullptr, nullptr, &weights.handle), HX_OK);
+  const auto same_weights =
+      ExpertWeights::prepare({fc1.data(), DType::kBF16, {2, 2 * kInter, kHidden}},
+                             {fc2.data(), DType::kBF16, {2, kHidden, kInter}});
+  std::set<std::vector<float>> results;
+  for (const Activation& activation :
+       {Activation{ActivationType::kSwiGlu},
+        Activation{ActivationType::kSwiGluOai, 1.702F, 1, 0.5F},
+        Activation{ActivationType::kGeGluTanh},
+        Activation{.type = ActivationType::kSiTu, .situ_b = 0.5F},
+        Activation{.type = ActivationType::kSiTu, .situ_b = 0.5F, .situ_c = 0.75F}}) {
+    hx_moe_problem problem = HX_MOE_PROBLEM_INIT;
+    problem.max_tokens = 1;
+    problem.top_k = problem.num_experts = 2;
+    problem.activation = static_cast<int32_t>(activation.type);
+    problem.alpha = activation.alpha;
+    problem.beta = activation.beta;
+    problem.limit = activation.limit;
+    problem.situ_b = activation.situ_b;
+    problem.situ_c = activation.situ_c.value_or(0);
+    Moe moe;
+    ASSERT_EQ(hx_moe_create(&problem, weights.handle, nullptr, &moe.handle), HX_OK)
+        << hx_last_error();
+    const Tensor hidden(x.data(), kBf16, {1, kHidden}), map(ids, kI32, {1, 2}),
+        weight(p.data(), kF32, {1, 2});
+    AlignedVector<float> got(kHidden), want(kHidden);
+    const Tensor out(got.data(), kF32, {1, kHidden});
+    const hx_moe_inputs inputs = {sizeof(inputs), &hidden, &map, &weight, 0, 0, 0};
+    ASSERT_EQ(hx_moe_forward(moe.handle, &inputs, &out, nullptr), HX_OK) << hx_last_error();
+    auto layer = RoutedMoe::create({1, 2, 2, 0, activation}, *same_weights);
+    ASSERT_TRUE(layer
+                    ->forward({{x.data(), DType::kBF16, {1, kHidden}},
+                               {ids, DType::kI32, {1, 2}},
+                               {p.data(), DType::kF32, {1, 2}}},
+                              {want.data(), DType::kF32, {1, kHidden}})
+                    .ok());
+    EXPECT_EQ(got, want);
+    results.emplace(got.begin(), got.end());
+  }
+  EXPECT_EQ(results.size(), 5U) << "each parameter counts";
 }
 
 // --- handles ---

@@ -1,9 +1,11 @@
 // Every refusal of the C ABI: code and text, and nothing written.
 #include <gtest/gtest.h>
 
+#include <functional>
 #include <limits>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "capi.hpp"
 #include "support.hpp"
@@ -244,6 +246,102 @@ TEST_F(CApiErrors, Quantize) {
          HX_INVALID_ARGUMENT,
          "out.size: expected " + std::to_string(sizeof(hx_nvfp4)) +
              " (start from the ..._INIT of hexpert.h), got 8");
+}
+
+TEST_F(CApiErrors, QuantizeOptions) {
+  hx_quantize_options options = HX_QUANTIZE_OPTIONS_INIT;
+  const auto quantize_with = [&] {
+    return hx_quantize_tokens(&hidden_, kHidden, &nvfp4_, &options, nullptr);
+  };
+  options.four_over_six = 3;
+  expect(quantize_with(), HX_INVALID_ARGUMENT, "options.four_over_six: expected 0..2, got 3");
+  options.four_over_six = HX_FOUR_OVER_SIX_MSE;
+  options.e4m3_max = 100;
+  expect_start(
+      quantize_with(), HX_INVALID_ARGUMENT, "options.four_over_six.e4m3_max: expected 448 or 256");
+  options.size = 0;
+  expect_start(quantize_with(), HX_INVALID_ARGUMENT, "options.size: expected ");
+}
+
+TEST_F(CApiErrors, QuantizeMatrix) {
+  nvfp4_.per_row = 0;
+  const auto quantize_matrix = [&](const DLTensor* matrix) {
+    return hx_quantize_matrix(matrix, &nvfp4_, nullptr, nullptr);
+  };
+  expect(quantize_matrix(nullptr), HX_NULL_POINTER, "matrix: expected a tensor, got null");
+  expect(
+      quantize_matrix(&hidden_), HX_SHAPE_MISMATCH, "out.outer: expected 1 elements, got [4] f32");
+  outer_.shape[0] = 1;
+  expect(quantize_matrix(&out_), HX_INVALID_DTYPE, "matrix: expected bf16, got f32");
+  hidden_.dl.device = {kDLCUDA, 0};
+  expect(quantize_matrix(&hidden_),
+         HX_DEVICE_MISMATCH,
+         "out.codes: expected memory of cuda:0, got cpu");
+}
+
+TEST_F(CApiErrors, Dequantize) {
+  const auto dequantize = [&] { return hx_dequantize(&nvfp4_, &out_, nullptr); };
+  out_.dl.dtype = kF64;
+  expect(dequantize(), HX_INVALID_DTYPE, "out: expected f32 or bf16, got [4, 32] f64");
+  out_.dl.dtype = kF32;
+  out_.dl.device = {kDLCUDA, 0};
+  expect(dequantize(), HX_DEVICE_MISMATCH, "out: expected memory of cpu, got cuda:0");
+  out_.dl.device = {kDLCPU, 0};
+  out_.shape[0] = 3;
+  expect_start(dequantize(), HX_SHAPE_MISMATCH, "out: expected [4, 32]");
+  out_.shape[0] = kTokens;
+  codes_.shape[1] = 15;
+  expect(dequantize(),
+         HX_INVALID_SHAPE,
+         "in.codes: expected [rows, cols / 2] with cols % 16 == 0, got [4, 15] u8");
+  expect(
+      hx_dequantize(nullptr, &out_, nullptr), HX_NULL_POINTER, "in: expected a pointer, got null");
+}
+
+TEST_F(CApiErrors, Allocate) {
+  hx_expert_shape shape = {sizeof(shape), 0, kHidden, kInter, 1};
+  hx_prepare_options options = HX_PREPARE_OPTIONS_INIT;
+  const auto allocate = [&] {
+    hx_weights* never = nullptr;
+    const hx_status status = hx_weights_allocate(&shape, &options, &never);
+    EXPECT_EQ(never, nullptr);
+    return status;
+  };
+  expect_start(allocate(),
+               HX_INVALID_SHAPE,
+               "shape: every size must be in 1..1073741824, got num_local_experts 0");
+  shape.num_local_experts = kExperts;
+  options.device_type = kDLVulkan;
+  expect(allocate(),
+         HX_DEVICE_MISMATCH,
+         "options.device_type: expected cpu or cuda, got device type 7");
+  options.device_type = kDLCUDA;
+  options.device_id = 99;
+  EXPECT_EQ(allocate(), HX_UNSUPPORTED_DEVICE) << hx_last_error();
+  options = HX_PREPARE_OPTIONS_INIT;
+  options.backend = "abacus";
+  expect_start(allocate(), HX_NOT_FOUND, "backend: expected one of ");
+  shape.size = 1;
+  expect_start(allocate(), HX_INVALID_ARGUMENT, "shape.size: expected ");
+}
+
+// Nothing to do is no error, whatever the pointers and strides.
+TEST_F(CApiErrors, NoTokens) {
+  hidden_.shape[0] = map_.shape[0] = probabilities_.shape[0] = out_.shape[0] = 0;
+  codes_.shape[0] = scales_.shape[0] = outer_.shape[0] = 0;
+  for (auto tensor : {std::ref(hidden_),
+                      std::ref(map_),
+                      std::ref(probabilities_),
+                      std::ref(out_),
+                      std::ref(codes_),
+                      std::ref(scales_),
+                      std::ref(outer_)}) {
+    tensor.get().dl.data = nullptr;
+    tensor.get().set_strides(std::vector<int64_t>(tensor.get().shape.size(), 0));
+  }
+  EXPECT_EQ(forward(), HX_OK) << hx_last_error();
+  EXPECT_EQ(quantize(), HX_OK) << hx_last_error();
+  EXPECT_EQ(hx_dequantize(&nvfp4_, &out_, nullptr), HX_OK) << hx_last_error();
 }
 
 TEST_F(CApiErrors, Create) {
