@@ -17,6 +17,10 @@ configure_file(${CMAKE_CURRENT_LIST_DIR}/hexpertConfig.cmake.in ${PROJECT_BINARY
 install(FILES ${PROJECT_BINARY_DIR}/hexpertConfig.cmake ${PROJECT_BINARY_DIR}/hexpertConfigVersion.cmake
   DESTINATION ${package_dir})
 
+set(HEXPERT_PRIVATE_LIBS "${OpenMP_CXX_FLAGS} -lstdc++ -lm")
+if(HEXPERT_HAS_CUDA)
+  string(PREPEND HEXPERT_PRIVATE_LIBS "-L${CUDAToolkit_LIBRARY_DIR} -lcudart_static -ldl -lrt -lpthread ")
+endif()
 file(RELATIVE_PATH HEXPERT_PREFIX_FROM_PKGCONFIG /${CMAKE_INSTALL_LIBDIR}/pkgconfig /)
 configure_file(${CMAKE_CURRENT_LIST_DIR}/hexpert.pc.in ${PROJECT_BINARY_DIR}/hexpert.pc @ONLY)
 install(FILES ${PROJECT_BINARY_DIR}/hexpert.pc DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig)

@@ -1,5 +1,5 @@
 # Installs a build, then builds and runs separate projects against the install tree alone: the C example
-# through find_package and through pkg-config, and a C++ project. Called with -DSOURCE_DIR=...
+# through find_package and through pkg-config, shared and static, and a C++ project. Called with -DSOURCE_DIR=...
 # -DBUILD_DIR=... -DWORK_DIR=... -DC_COMPILER=... -DCXX_COMPILER=...
 file(REMOVE_RECURSE ${WORK_DIR})
 file(MAKE_DIRECTORY ${WORK_DIR})
@@ -33,11 +33,19 @@ if(NOT PKG_CONFIG)
 endif()
 get_filename_component(pc_dir ${pc} DIRECTORY)
 set(ENV{PKG_CONFIG_PATH} ${pc_dir})
-execute_process(COMMAND ${PKG_CONFIG} --cflags --libs hexpert OUTPUT_VARIABLE flags
-  OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
-separate_arguments(flags UNIX_COMMAND "${flags}")
-run(${C_COMPILER} -std=c11 ${SOURCE_DIR}/examples/c/routed_moe.c -o ${WORK_DIR}/pkg_config_example ${flags})
+function(build_example name)
+  execute_process(COMMAND ${PKG_CONFIG} --cflags --libs ${ARGN} hexpert OUTPUT_VARIABLE flags
+    OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
+  separate_arguments(flags UNIX_COMMAND "${flags}")
+  run(${C_COMPILER} -std=c11 -pedantic-errors -Wall -Wextra -Werror ${SOURCE_DIR}/examples/c/routed_moe.c
+    -o ${WORK_DIR}/${name} ${flags})
+endfunction()
+build_example(pkg_config_shared)
 execute_process(COMMAND ${PKG_CONFIG} --variable=libdir hexpert OUTPUT_VARIABLE libdir
   OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
 set(ENV{LD_LIBRARY_PATH} ${libdir})
-run(${WORK_DIR}/pkg_config_example)
+run(${WORK_DIR}/pkg_config_shared)
+file(GLOB shared ${libdir}/libhexpert.so*)
+file(REMOVE ${shared})  # a linker prefers it
+build_example(pkg_config_static --static)
+run(${WORK_DIR}/pkg_config_static)
