@@ -1,5 +1,6 @@
 """Objects freed in any order, exceptions in the middle, weights shared by threads."""
 
+import ctypes
 import gc
 import subprocess
 import sys
@@ -149,6 +150,14 @@ def test_interpreter_lock_is_free_during_work():
 def test_imports_no_framework():
     code = "import sys, hexpert; assert not {'torch', 'jax', 'cupy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_exports_nothing():
+    """Symbols of the library would be shared with other copies of it in the process."""
+    library = ctypes.CDLL(hexpert._core.__file__)
+    assert library.PyInit__core
+    with pytest.raises(AttributeError):
+        _ = library.hx_version
 
 
 def test_values(layer):
