@@ -137,14 +137,18 @@ def test_interpreter_lock_is_free_during_work():
             ticks.append(None)
             done.wait(0.0005)
 
+    def ticks_during_work():
+        ticks.clear()
+        hexpert.ExpertWeights.prepare(big.fc1, big.fc2, num_threads=1)
+        return len(ticks)
+
     thread = threading.Thread(target=tick)
     thread.start()
-    ticks.clear()
-    hexpert.ExpertWeights.prepare(big.fc1, big.fc2)
-    during = len(ticks)
+    # One tick may come at the end of a call that kept the lock, and a busy machine may give none.
+    free = any(ticks_during_work() >= 3 for _ in range(50))
     done.set()
     thread.join()
-    assert during > 0
+    assert free
 
 
 def test_imports_no_framework():
