@@ -3,6 +3,9 @@
 import dataclasses
 import enum
 import inspect
+import os
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -76,6 +79,25 @@ def test_signatures():
         ("use_bounded_rows", keyword, False),
     ]
     assert [f.name for f in dataclasses.fields(megatron.FlashInferRoutedNVFP4Weights)] == FIELDS
+
+
+def test_takes_the_place_of_their_module(tmp_path):
+    package = tmp_path / "megatron" / "core" / "inference" / "moe"
+    package.mkdir(parents=True)
+    (package / "flashinfer_nvfp4.py").write_text("raise ImportError('FlashInfer has no kernels for this device')")
+    (package / "caller.py").write_text(
+        "from megatron.core.inference.moe import flashinfer_nvfp4\n"
+        "from megatron.core.inference.moe.flashinfer_nvfp4 import FlashInferRoutedNVFP4Weights\n"
+    )
+    code = (
+        "import sys, hexpert.megatron\n"
+        'sys.modules["megatron.core.inference.moe.flashinfer_nvfp4"] = hexpert.megatron\n'
+        "from megatron.core.inference.moe import caller\n"
+        "assert caller.flashinfer_nvfp4 is hexpert.megatron\n"
+        "assert caller.FlashInferRoutedNVFP4Weights is hexpert.megatron.FlashInferRoutedNVFP4Weights\n"
+    )
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": path})
 
 
 @pytest.mark.parametrize("case, golden", golden_cases("weights"))
