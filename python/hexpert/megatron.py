@@ -221,7 +221,7 @@ def quantize_routed_nvfp4_input(
     padded_hidden_size  >= H, a multiple of 16
 
     Returns (data uint8 [T, padded / 2], block scales uint8 (E4M3) [T, padded / 16] in linear order, token
-    scales float32 [T]).
+    scales float32 [T]). Raises TypeError (element type), ValueError (shape, layout, size, device), MemoryError.
     """
     return _core.quantize_tokens(hidden_states, padded_hidden_size)
 

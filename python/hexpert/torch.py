@@ -62,7 +62,7 @@ class RoutedExperts(nn.Module):
                 experts of the whole layer, and the first one of these stacks. Default: these are all.
     activation  default: SWIGLU for gated stacks, SQUARED_RELU otherwise
 
-    Other keywords are those of RoutedMoe.create.
+    Other keywords are those of RoutedMoe.create. Raises as ExpertWeights.prepare and RoutedMoe.create do.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class RoutedExperts(nn.Module):
         self, hidden_states: Tensor, routing_map: Tensor, probabilities: Tensor, out: Tensor | None = None
     ) -> Tensor:
         """hidden_states [tokens, H] bf16, routing_map [tokens, top_k] int32 or int64, probabilities
-        [tokens, top_k] float32 -> [tokens, H] bf16, or `out`, bf16 or float32."""
+        [tokens, top_k] float32 -> [tokens, H] bf16, or `out`, bf16 or float32. Raises as RoutedMoe.forward does."""
         if not torch.compiler.is_compiling():
             return self.layer.forward(hidden_states, routing_map, probabilities, out)
         if out is None:
@@ -105,7 +105,8 @@ class RoutedExperts(nn.Module):
         return out
 
     def refresh(self, fc1_weight: Tensor, fc2_weight: Tensor) -> None:
-        """Quantizes new stacks into the same memory: captured graphs then compute with them."""
+        """Quantizes new stacks into the same memory: captured graphs then compute with them. Raises as
+        ExpertWeights.refresh does."""
         self.weights.refresh(fc1_weight, fc2_weight)
 
     def extra_repr(self) -> str:
