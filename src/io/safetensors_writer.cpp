@@ -160,7 +160,11 @@ Status SafetensorsWriter::Impl::open_partial() {
   file = io::FileDescriptor(
       ::open(partial_path.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0666));
   if (!file) return io::system_error("cannot create", partial_path);
-  if (::flock(file.get(), LOCK_EX | LOCK_NB) != 0) {
+  // Its writer may have finished between open and lock: the file is then whole, under its own name.
+  struct stat opened {};
+  struct stat named {};
+  if (::flock(file.get(), LOCK_EX | LOCK_NB) != 0 || ::fstat(file.get(), &opened) != 0 ||
+      ::stat(partial_path.c_str(), &named) != 0 || opened.st_ino != named.st_ino) {
     return {ErrorCode::kIoError, io::in_quotes(partial_path) + ": another process is writing it"};
   }
   created = true;
