@@ -181,6 +181,76 @@ TEST(Checkpoint, AmbiguousStackNeedsTheLayout) {
              "in the stated layout");
 }
 
+// Gate and up in stacks of their own.
+FileTensors separate_stacks(const Experts& x) {
+  test::Bf16Vector gate;
+  test::Bf16Vector up;
+  const int64_t half = x.intermediate * x.hidden;
+  for (int64_t e = 0; e < x.num_experts; ++e) {
+    gate.insert(gate.end(), x.gate(e), x.gate(e) + half);
+    up.insert(up.end(), x.up(e), x.up(e) + half);
+  }
+  const std::string experts = std::string(kPrefix) + ".experts.";
+  return {{experts + "gate_proj",
+           test::bf16_tensor({x.num_experts, x.intermediate, x.hidden}, gate.data())},
+          {experts + "up_proj",
+           test::bf16_tensor({x.num_experts, x.intermediate, x.hidden}, up.data())},
+          {experts + "down_proj",
+           test::bf16_tensor({x.num_experts, x.hidden, x.intermediate}, x.fc2.data())}};
+}
+
+TEST(Checkpoint, SeparateStacks) {
+  const TempDir dir;
+  const Experts experts(3, 72, 40, true, 9);
+  write_safetensors(dir / "x.safetensors", separate_stacks(experts));
+  expect_loads_as(dir / "x.safetensors", experts, StackedLayout::kOutputRows);
+}
+
+TEST(Checkpoint, RefusesStacksThatDoNotFit) {
+  const TempDir dir;
+  const std::string path = dir / "x.safetensors";
+  const Experts experts(4, 72, 40, true, 1);
+  const FileTensors good = stacked_tensors(experts, false);
+  const std::string gate_up = std::string(kPrefix) + ".experts.gate_up_proj";
+  const std::string up = std::string(kPrefix) + ".experts.up_proj";
+  const std::string down = std::string(kPrefix) + ".experts.down_proj";
+  const auto expect = [&](const FileTensors& tensors, ErrorCode code, const std::string& words) {
+    write_safetensors(path, tensors);
+    EXPECT_HAS(refusal(path, code), words);
+  };
+  FileTensors bad = good;
+  bad.erase(down);
+  expect(bad, ErrorCode::kInvalidFile, "down_proj is missing");
+  bad = good;
+  bad.erase(gate_up);
+  expect(bad, ErrorCode::kInvalidFile, "expected gate_up_proj or up_proj");
+  bad = good;
+  bad[down].shape[0] = 3;
+  bad[down].bytes.resize(3 * 72 * 40 * 2);
+  expect(bad, ErrorCode::kInvalidFile, "expected the dtype and the experts of '" + down);
+  bad = good;
+  bad[down].dtype = "F16";
+  expect(bad, ErrorCode::kInvalidFile, "expected the dtype and the experts of '" + down);
+  bad = good;
+  bad[down].shape = {4 * 72, 40};
+  expect(bad, ErrorCode::kInvalidFile, "expected [experts, rows, cols]");
+  bad = good;
+  bad[down].dtype = "I16";
+  expect(bad, ErrorCode::kUnsupported, "expected BF16, F16 or F32");
+  bad = good;
+  bad[down].shape = {4, 40, 72};
+  expect(bad, ErrorCode::kInvalidFile, "do not fit together");
+  bad = good;
+  bad[up] = good.at(down);
+  expect(bad, ErrorCode::kInvalidFile, "gate_up_proj stands next to");
+  bad = good;
+  bad[down + ".weight"] = good.at(down);
+  expect(bad, ErrorCode::kUnsupported, "which would change what the experts compute");
+  bad = separate_stacks(experts);
+  bad[up].shape = {4, 72, 40};
+  expect(bad, ErrorCode::kInvalidFile, "expected equal shapes");
+}
+
 TEST(Checkpoint, RefusesIncompleteAndUnequalExperts) {
   const TempDir dir;
   const std::string path = dir / "x.safetensors";

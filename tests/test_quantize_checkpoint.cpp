@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cmath>
 #include <csignal>
 #include <string>
 
@@ -70,6 +71,18 @@ std::string file_bytes(const SafetensorsFile& file,
   const TensorInfo* info = file.find(name);
   if (info == nullptr) return "missing";
   return test::bytes_of(file.data(*info), static_cast<std::size_t>(info->size_bytes));
+}
+
+FileTensors tensors_of(const std::string& path) {
+  FileTensors tensors;
+  const SafetensorsFile file = SafetensorsFile::open(path).value();
+  for (const TensorInfo& info : file.tensors()) {
+    tensors[info.name] = {
+        info.dtype,
+        info.shape,
+        test::bytes_of(file.data(info), static_cast<std::size_t>(info.size_bytes))};
+  }
+  return tensors;
 }
 
 // Two layers and another tensor.
@@ -153,14 +166,7 @@ TEST(QuantizeCheckpoint, ArrangementsConvertWithoutLoss) {
   to_canonical.arrangement = Arrangement::kCanonical;
   ASSERT_TRUE(quantize_checkpoint(source.open(), modelopt).ok());
   // Gate and up get scales that differ.
-  FileTensors tensors;
-  const SafetensorsFile file = SafetensorsFile::open(modelopt).value();
-  for (const TensorInfo& info : file.tensors()) {
-    tensors[info.name] = {
-        info.dtype,
-        info.shape,
-        test::bytes_of(file.data(info), static_cast<std::size_t>(info.size_bytes))};
-  }
+  FileTensors tensors = tensors_of(modelopt);
   tensors[kPrefix + ".experts.1.gate_proj.weight_scale_2"] = test::f32_tensor({}, {0.125F});
   write_safetensors(modelopt, tensors);
   ASSERT_TRUE(
@@ -174,6 +180,69 @@ TEST(QuantizeCheckpoint, ArrangementsConvertWithoutLoss) {
   ASSERT_EQ(back.tensors().size(), tensors.size());
   for (const auto& [name, tensor] : tensors)
     EXPECT_TRUE(file_bytes(back, name, tensor.shape) == tensor.bytes) << name;
+}
+
+// A canonical file needs the sizes that its padding hides, and fields that fit them.
+TEST(QuantizeCheckpoint, BadCanonicalFilesAreRefused) {
+  const TempDir dir;
+  const Experts experts(2, 72, 40, true, 7);
+  FileTensors tensors;
+  experts.add_to(&tensors, kPrefix);
+  write_safetensors(dir / "in.safetensors", tensors);
+  QuantizeCheckpointOptions options;
+  options.arrangement = Arrangement::kCanonical;
+  const std::string path = dir / "x.safetensors";
+  ASSERT_TRUE(
+      quantize_checkpoint(Checkpoint::open(dir / "in.safetensors").value(), path, options).ok());
+  const FileTensors good = tensors_of(path);
+  const std::string key = "hexpert.layer." + kPrefix;
+  const std::string sizes =
+      R"({"num_experts":2,"hidden_size":72,"intermediate_size":40,"gated":true})";
+  const auto expect =
+      [&](const FileTensors& changed, const std::string& text, ErrorCode code, const char* words) {
+        write_safetensors(path, changed, {{key, text}});
+        const Result<Checkpoint> checkpoint = Checkpoint::open(path);
+        const Status status =
+            checkpoint.ok() ? load_experts(*checkpoint, kPrefix).status() : checkpoint.status();
+        EXPECT_EQ(status.code(), code) << status.to_string();
+        EXPECT_NE(status.message().find(words), std::string::npos) << status.message();
+      };
+  expect(good, sizes, ErrorCode::kOk, "");
+  write_safetensors(path, good);
+  EXPECT_NE(Checkpoint::open(path).status().message().find("'" + key + "' is missing"),
+            std::string::npos);
+  const std::pair<const char*, const char*> bad_sizes[] = {
+      {"", "expected num_experts in 1.."},
+      {"[]", "expected num_experts in 1.."},
+      {R"({"num_experts":0})", "expected num_experts in 1.."},
+      {R"({"num_experts":2,"hidden_size":-72})", "expected hidden_size in 1.."},
+      {R"({"num_experts":2,"hidden_size":72,"intermediate_size":1e18})",
+       "expected intermediate_size in 1.."},
+      {R"({"num_experts":2,"hidden_size":72,"intermediate_size":40,"gated":1})",
+       "expected gated to be true or false"},
+      {R"({"num_experts":2,"hidden_size":257,"intermediate_size":40,"gated":true})",
+       "expected fc1_data [2, 512, 256] U8"},
+      {R"({"num_experts":2,"hidden_size":72,"intermediate_size":40,"gated":false})",
+       "expected fc1_data [2, 256, 128] U8"},
+      {R"({"num_experts":2,"hidden_size":72,"intermediate_size":39,"gated":true})",
+       "expert 0 down: expected zeros past column 39"},
+  };
+  for (const auto& [text, words] : bad_sizes)
+    expect(good, text, ErrorCode::kInvalidFile, words);
+
+  const std::string fields = kPrefix + ".experts.";
+  FileTensors bad = good;
+  bad.erase(fields + "fc2_alpha");
+  expect(bad, sizes, ErrorCode::kInvalidFile, "fc2_alpha is missing");
+  bad = good;
+  bad[fields + "fc1_alpha"] = test::f32_tensor({2}, {1, INFINITY});
+  expect(bad,
+         sizes,
+         ErrorCode::kNonFiniteWeights,
+         "expert 1 gate: expected a finite global scale, not negative, got inf");
+  bad = good;
+  bad[fields + "fc2_scale_swizzled"].bytes[0] = '\x7F';
+  expect(bad, sizes, ErrorCode::kNonFiniteWeights, "expert 0 down: block scale [0, 0]");
 }
 
 TEST(QuantizeCheckpoint, ShardsLayersAndMixtralNames) {
