@@ -72,13 +72,27 @@ TEST(Cli, HelpTeachesAndSucceeds) {
 
 TEST(Cli, UsageErrorsExitWithTwoAndSayHowToGetHelp) {
   EXPECT_EQ(hexpert_cli({}).exit_code, kExitUsage);
-  EXPECT_EQ(hexpert_cli({"frobnicate"}).exit_code, kExitUsage);
+  const Outcome command = hexpert_cli({"frobnicate", "x"});
+  EXPECT_EQ(command.exit_code, kExitUsage);
+  EXPECT_TRUE(contains(command.err, "'frobnicate' is no command")) << command.err;
   EXPECT_EQ(hexpert_cli({"run"}).exit_code, kExitUsage);
   EXPECT_EQ(hexpert_cli({"check", "--tokens", "many"}).exit_code, kExitUsage);
   EXPECT_EQ(hexpert_cli({"check", "--out", "f64"}).exit_code, kExitUsage);
   EXPECT_EQ(hexpert_cli({"check", "--activation", "relu"}).exit_code, kExitUsage);
   EXPECT_EQ(hexpert_cli({"check", "--offset", "16"}).exit_code, kExitUsage);
+  EXPECT_EQ(hexpert_cli({"check", "--activation", "situ:0"}).exit_code, kExitUsage);
   EXPECT_EQ(hexpert_cli({"bench", "--tokens", "0"}).exit_code, kExitUsage);
+  for (const char* number : {"nan", "-nan", "inf", "-1", "1e9", "0x1", "", "1 "}) {
+    for (const char* option : {"--rotate-gb", "--max-seconds"}) {
+      const Outcome outcome = hexpert_cli({"bench", option, number});
+      EXPECT_EQ(outcome.exit_code, kExitUsage) << option << " " << number;
+      EXPECT_TRUE(contains(outcome.err, option)) << outcome.err;
+    }
+  }
+  for (const char* seed : {"-1", "18446744073709551616", "1.5", "nan"}) {
+    for (const char* sub : {"check", "bench"})
+      EXPECT_EQ(hexpert_cli({sub, "--seed", seed}).exit_code, kExitUsage) << sub << " " << seed;
+  }
   const Outcome unknown = hexpert_cli({"info", "--no-such-option"});
   EXPECT_EQ(unknown.exit_code, kExitUsage);
   EXPECT_TRUE(contains(unknown.err, "--no-such-option"));
@@ -108,6 +122,13 @@ TEST(Cli, GpuOptionsOfBenchNeedAGpuBackend) {
     EXPECT_TRUE(contains(outcome.err, "are for GPU backends")) << outcome.err;
   }
   EXPECT_EQ(hexpert_cli({"bench", "--routing", "round-robin"}).exit_code, kExitUsage);
+}
+
+TEST(Cli, BenchRefusesAnUnwritableJsonBeforeItMeasures) {
+  const Outcome outcome = hexpert_cli({"bench", "--json", "/no/such/place/out.json"});
+  EXPECT_EQ(outcome.exit_code, kExitBadInput);
+  EXPECT_TRUE(contains(outcome.err, "cannot write '/no/such/place/out.json'")) << outcome.err;
+  EXPECT_EQ(outcome.out, "");
 }
 
 TEST(RandomRouting, KindsAreWhatTheySay) {
@@ -253,7 +274,16 @@ TEST(CliParsers, ActivationsReadBack) {
                            "situ:0.8,1.5"})
     EXPECT_EQ(format_activation(parse_activation(text).value()), text);
   EXPECT_EQ(parse_activation("SwiGLU-OAI").value().limit, 7.0F);
-  for (const char* bad : {"", "relu", "swiglu:1", "situ", "situ:", "situ:nan", "swiglu-oai:1,2"})
+  for (const char* bad : {"",
+                          "relu",
+                          "swiglu:1",
+                          "situ",
+                          "situ:",
+                          "situ:nan",
+                          "situ:0",
+                          "situ:1,-1",
+                          "swiglu-oai:1,2",
+                          "swiglu-oai:1,1,0"})
     EXPECT_FALSE(parse_activation(bad).ok()) << bad;
 }
 

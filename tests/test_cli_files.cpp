@@ -133,8 +133,9 @@ TEST(CliInspect, Options) {
   EXPECT_FALSE(json["layers"][0].contains("error"));
   expect_failure(
       hexpert_cli({"inspect", model.path, "--threads", "1025"}), kExitUsage, "--threads");
-  expect_failure(
-      hexpert_cli({"inspect", model.path, "--layout", "diagonal"}), kExitUsage, "--layout");
+  expect_failure(hexpert_cli({"inspect", model.path, "--layout", "diagonal"}),
+                 kExitUsage,
+                 "--layout: diagonal not in {auto,rows,transposed}");
 }
 
 // NVFP4 has nothing to be compared with.
@@ -299,7 +300,7 @@ TEST(CliQuantize, UsageErrors) {
   expect_failure(hexpert_cli({"quantize", model.path}), kExitUsage, "OUT is required");
   expect_failure(hexpert_cli({"quantize", model.path, out, "--arrangement", "tall"}),
                  kExitUsage,
-                 "--arrangement");
+                 "--arrangement: tall not in {modelopt,canonical}");
   for (const char* bytes : {"0", "-1", "many", "99999999999999999999"}) {
     expect_failure(hexpert_cli({"quantize", model.path, out, "--shard-bytes", bytes}),
                    kExitUsage,
@@ -461,6 +462,19 @@ TEST(CliRun, OutputNeverTakesThePlaceOfAnInputOrADevice) {
   expect_failure(small.run(""), kExitUsage, "expected a path");
   EXPECT_EQ(small.run(small.dir / "out").exit_code, kExitOk);
   EXPECT_EQ(small.run(small.dir / "out").exit_code, kExitOk) << "an earlier output is replaced";
+}
+
+// A repeatable option takes one value: the words after it are not its own.
+TEST(CliRun, OptionsMayStandBeforeTheModel) {
+  const SmallRun small;
+  EXPECT_EQ(hexpert_cli({"run", "--prefix", "m", small.model, "--tokens", small.tokens}).exit_code,
+            kExitOk);
+  EXPECT_EQ(
+      hexpert_cli({"inspect", "--layer", "m", "--layer", "m", small.model, "--no-error"}).exit_code,
+      kExitOk);
+  EXPECT_EQ(hexpert_cli({"quantize", "--layer", "m", small.model, "--quiet", small.dir / "out"})
+                .exit_code,
+            kExitOk);
 }
 
 TEST(CliRun, LayersAtTheRootOfACheckpoint) {

@@ -19,6 +19,7 @@
 #include "hexpert/quantize.hpp"
 #include "layer_io.hpp"
 #include "machine.hpp"
+#include "option_values.hpp"
 #include "random_layer.hpp"
 #include "random_routing.hpp"
 
@@ -427,6 +428,11 @@ int run_bench(BenchOptions options) {
   }
   const Result<std::vector<int64_t>> tokens = parse_counts(options.tokens);
   if (!tokens.ok()) throw CLI::ValidationError("--tokens", tokens.status().message());
+  // Now, not after minutes of measurements.
+  if (!options.json.empty() && options.json != "-" && !std::ofstream(options.json, std::ios::app)) {
+    throw Error(
+        Status(ErrorCode::kIoError, fmt::format("--json: cannot write '{}'", options.json)));
+  }
   const auto on_gpu = [](const std::string& backend) {
     return device_of(backend).type == DeviceType::kCuda;
   };
@@ -478,13 +484,14 @@ void add_bench(CLI::App& parent, int* exit_code) {
       ->check(CLI::Range(1, 100000))
       ->capture_default_str();
   command->add_option("--max-seconds", o->max_seconds, "Stop a row after this time and 3 samples")
-      ->check(CLI::Range(0.0, 1e6))
+      ->check(number_in(0, 1e6))
       ->capture_default_str();
   command->add_option("--rotate-gb", o->rotate_gb, "Rotate over more than this much data")
-      ->check(CLI::Range(0.0, 1000.0))
+      ->check(number_in(0, 1000))
       ->capture_default_str();
   command->add_option("--json", o->json, "Also write JSON to FILE; '-': stdout, tables to stderr");
   command->add_option("--seed", o->seed, "Seed of weights, tokens and routes")
+      ->check(any_seed())
       ->capture_default_str();
   command->footer(kFooter);
   command->callback([o, exit_code] { *exit_code = run_bench(*o); });

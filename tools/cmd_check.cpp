@@ -9,6 +9,7 @@
 #include "commands.hpp"
 #include "common.hpp"
 #include "layer_io.hpp"
+#include "option_values.hpp"
 #include "random_layer.hpp"
 
 namespace hexpert::tools {
@@ -207,6 +208,7 @@ void add_check(CLI::App& parent, int* exit_code) {
       ->check(CLI::IsMember({"bf16", "f32"}))
       ->capture_default_str();
   command->add_option("--seed", o->seed, "Seed of weights, tokens and routes")
+      ->check(any_seed())
       ->capture_default_str();
   command->add_option("--threads", o->threads, "Threads (default: OpenMP's)")
       ->check(CLI::Range(0, 1024));

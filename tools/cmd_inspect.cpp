@@ -199,7 +199,8 @@ void add_inspect(CLI::App& parent, int* exit_code) {
   const auto options = std::make_shared<InspectOptions>();
   command->add_option("FILE", options->path, ".safetensors file, directory or .index.json")
       ->required();
-  command->add_option("--layer", options->layers, "only this layer, by prefix; may be repeated");
+  command->add_option("--layer", options->layers, "only this layer, by prefix; may be repeated")
+      ->allow_extra_args(false);
   add_stacked_option(command, &options->stacked);
   command->add_flag("--experts", options->experts, "also one row for each expert");
   command->add_flag("--no-error", options->skip_error, "do not quantize, list only");

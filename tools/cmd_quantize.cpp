@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <csignal>
 #include <cstdio>
-#include <map>
 #include <memory>
 #include <string>
 
@@ -13,6 +12,7 @@
 #include "commands.hpp"
 #include "common.hpp"
 #include "hexpert/checkpoint.hpp"
+#include "option_values.hpp"
 
 namespace hexpert::tools {
 namespace {
@@ -87,7 +87,7 @@ int quantize(QuantizeCommand command) {
   if (command.quiet) return kExitOk;
   const double seconds = std::max(now_seconds() - start, 1e-9);
   fmt::print("{}: {} experts of {} layers, {} -> {} ({:.2f}x smaller)\n",
-             command.output,
+             printable(command.output),
              summary.experts,
              summary.layers,
              format_bytes(summary.expert_bytes_in),
@@ -128,12 +128,14 @@ void add_quantize(CLI::App& parent, int* exit_code) {
   QuantizeCheckpointOptions& options = command->options;
   sub->add_option("IN", command->input, ".safetensors file, directory or .index.json")->required();
   sub->add_option("OUT", command->output, "output file or directory")->required();
-  static const std::map<std::string, Arrangement> arrangements = {
-      {"modelopt", Arrangement::kModelOpt}, {"canonical", Arrangement::kCanonical}};
-  sub->add_option("--arrangement", options.arrangement, "how the experts are written")
-      ->transform(CLI::CheckedTransformer(arrangements, CLI::ignore_case))
-      ->option_text("modelopt|canonical");
-  sub->add_option("--layer", options.layers, "only this layer, by prefix; may be repeated");
+  add_choice<Arrangement>(
+      sub,
+      "--arrangement",
+      &options.arrangement,
+      {{"modelopt", Arrangement::kModelOpt}, {"canonical", Arrangement::kCanonical}},
+      "how the experts are written");
+  sub->add_option("--layer", options.layers, "only this layer, by prefix; may be repeated")
+      ->allow_extra_args(false);
   add_stacked_option(sub, &command->stacked);
   sub->add_flag("--experts-only", command->experts_only, "leave all other tensors out");
   sub->add_option("--shard-bytes", options.max_shard_bytes, "largest file of a directory")

@@ -258,7 +258,7 @@ void write_outputs(const std::string& path, const std::vector<LayerResult>& resu
                      ConstTensorView(r.output.data(), DType::kBF16, {r.tokens, r.hidden_size})));
   }
   require(writer.finish());
-  fmt::print("wrote {}\n", path);
+  fmt::print("wrote {}\n", printable(path));
 }
 
 // An output in the place of an input would destroy it.
@@ -324,7 +324,8 @@ void add_run(CLI::App& parent, int* exit_code) {
   command->add_option("model", o->model, "Checkpoint")->required();
   command->add_option("--tokens", o->tokens, "Safetensors file with tokens and routes")->required();
   CLI::Option* prefix =
-      command->add_option("--prefix", o->prefixes, "Layer, as 'inspect' names it; repeatable");
+      command->add_option("--prefix", o->prefixes, "Layer, as 'inspect' names it; repeatable")
+          ->allow_extra_args(false);
   command->add_flag("--all-layers", o->all_layers, "Every layer of the checkpoint")
       ->excludes(prefix);
   command->add_option("--backend", o->backend, "Backend (default: the best here)");

@@ -43,8 +43,13 @@ int parse_and_run(int argc, const char* const* argv) {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == 0) return app.exit(error);  // --help, --version
-    print_error(error.what());
     const auto chosen = app.get_subcommands();
+    const auto unknown = app.remaining(true);
+    if (chosen.empty() && !unknown.empty()) {
+      print_error("'" + unknown.front() + "' is no command");
+    } else {
+      print_error(error.what());
+    }
     const std::string command = chosen.empty() ? "" : chosen.front()->get_name() + " ";
     std::fputs(("Try 'hexpert " + command + "--help'.\n").c_str(), stderr);
     return kExitUsage;

@@ -7,11 +7,10 @@
 #include <algorithm>
 #include <array>
 #include <cctype>
-#include <charconv>
 #include <chrono>
 #include <cmath>
 
-#include "CLI/CLI.hpp"
+#include "option_values.hpp"
 
 namespace hexpert::tools {
 namespace {
@@ -62,10 +61,7 @@ std::vector<std::string_view> split(std::string_view text, char separator) {
 bool parse_floats(std::string_view text, std::vector<float>* values) {
   for (std::string_view part : split(text, ',')) {
     float value = 0;
-    const auto [end, error] = std::from_chars(part.data(), part.data() + part.size(), value);
-    if (error != std::errc() || end != part.data() + part.size() || !std::isfinite(value)) {
-      return false;
-    }
+    if (!parse_number(part, &value) || !std::isfinite(value)) return false;
     values->push_back(value);
   }
   return true;
@@ -119,9 +115,7 @@ Result<std::vector<int64_t>> parse_counts(std::string_view text) {
   std::vector<int64_t> counts;
   for (std::string_view part : split(text, ',')) {
     int64_t value = 0;
-    const auto [end, error] = std::from_chars(part.data(), part.data() + part.size(), value);
-    if (error != std::errc() || end != part.data() + part.size() || value < 1 ||
-        value > kMaxCount) {
+    if (!parse_number(part, &value) || value < 1 || value > kMaxCount) {
       return Status(ErrorCode::kInvalidArgument,
                     fmt::format("expected positive integers separated by commas, at most {}, got "
                                 "'{}'",
@@ -146,13 +140,14 @@ Result<Activation> parse_activation(std::string_view text) {
   if (name == "squared-relu" && values.empty()) return kSquaredRelu;
   if (name == "geglu-tanh" && values.empty()) return Activation{.type = ActivationType::kGeGluTanh};
   if (name == "swiglu-oai" && values.empty()) return kSwiGluOai;
-  if (name == "swiglu-oai" && values.size() == 3) {
+  if (name == "swiglu-oai" && values.size() == 3 && values[2] > 0) {
     return Activation{.type = ActivationType::kSwiGluOai,
                       .alpha = values[0],
                       .beta = values[1],
                       .limit = values[2]};
   }
-  if (name == "situ" && (values.size() == 1 || values.size() == 2)) {
+  if (name == "situ" && (values.size() == 1 || values.size() == 2) && values.front() > 0 &&
+      values.back() > 0) {
     Activation activation{.type = ActivationType::kSiTu};
     activation.situ_b = values[0];
     if (values.size() == 2) activation.situ_c = values[1];
