@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # Installs what is needed, builds, and runs the main job on the models in data/: BF16 experts are
-# quantized to NVFP4, then the recorded tokens run through every layer, from both files.
-# Writes to build/ only.
+# quantized to NVFP4, and the recorded tokens run through every layer. Writes to build/ only.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
