@@ -460,6 +460,9 @@ TEST(CliRun, OutputNeverTakesThePlaceOfAnInputOrADevice) {
   EXPECT_TRUE(fs::is_fifo(pipe));
   EXPECT_TRUE(fs::is_symlink(to_pipe));
   expect_failure(small.run(""), kExitUsage, "expected a path");
+  const Outcome nowhere = small.run(small.dir / "no/folder");
+  expect_failure(nowhere, kExitBadInput, "folder");
+  EXPECT_EQ(nowhere.out, "") << "nothing is run when the output cannot be written";
   EXPECT_EQ(small.run(small.dir / "out").exit_code, kExitOk);
   EXPECT_EQ(small.run(small.dir / "out").exit_code, kExitOk) << "an earlier output is replaced";
 }

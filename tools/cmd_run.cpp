@@ -61,7 +61,6 @@ struct RunOptions {
 
 // What one layer gave.
 struct LayerResult {
-  std::string prefix;
   std::vector<uint16_t> output;  // [tokens, hidden_size] bf16
   int64_t tokens = 0;
   int64_t hidden_size = 0;
@@ -181,7 +180,6 @@ LayerResult run_layer(const Checkpoint& checkpoint,
       RoutedMoe::create(problem, weights, {.backend = backend, .num_threads = options.threads})
           .value();
   LayerResult result;
-  result.prefix = layer.prefix;
   result.tokens = problem.max_tokens;
   result.hidden_size = layer.shape.hidden_size;
   result.output.resize(static_cast<size_t>(result.tokens * result.hidden_size));
@@ -246,19 +244,19 @@ LayerResult run_layer(const Checkpoint& checkpoint,
   return result;
 }
 
-void write_outputs(const std::string& path, const std::vector<LayerResult>& results) {
+// The file for the outputs of `layers`, opened before anything is run.
+SafetensorsWriter open_output(const std::string& path,
+                              const std::vector<const MoeLayerInfo*>& layers,
+                              const SafetensorsFile& tokens) {
   std::vector<TensorSpec> specs;
-  specs.reserve(results.size());
-  for (const LayerResult& r : results)
-    specs.push_back({tensor_name(r.prefix, "output"), "BF16", {r.tokens, r.hidden_size}});
-  SafetensorsWriter writer = SafetensorsWriter::create(path, specs).value();
-  for (const LayerResult& r : results) {
-    require(
-        writer.write(tensor_name(r.prefix, "output"),
-                     ConstTensorView(r.output.data(), DType::kBF16, {r.tokens, r.hidden_size})));
+  for (const MoeLayerInfo* layer : layers) {
+    // Running the layer tells what is wrong with this one.
+    const TensorInfo* map = tokens.find(tensor_name(layer->prefix, "routing_map"));
+    const int64_t rows = map == nullptr || map->shape.empty() ? 0 : map->shape[0];
+    specs.push_back(
+        {tensor_name(layer->prefix, "output"), "BF16", {rows, layer->shape.hidden_size}});
   }
-  require(writer.finish());
-  fmt::print("wrote {}\n", printable(path));
+  return SafetensorsWriter::create(path, specs).value();
 }
 
 // An output in the place of an input would destroy it.
@@ -283,7 +281,11 @@ int run_run(const RunOptions& options) {
   const Checkpoint checkpoint = Checkpoint::open(options.model).value();
   const SafetensorsFile tokens = SafetensorsFile::open(options.tokens).value();
   const std::vector<const MoeLayerInfo*> layers = choose_layers(checkpoint, options);
-  if (!options.output.empty()) check_output(options, checkpoint, tokens);
+  std::optional<SafetensorsWriter> writer;
+  if (!options.output.empty()) {
+    check_output(options, checkpoint, tokens);
+    writer = open_output(options.output, layers, tokens);
+  }
 
   int prefix_width = 0;
   for (const MoeLayerInfo* layer : layers)
@@ -304,14 +306,20 @@ int run_run(const RunOptions& options) {
                {"ulp", 4},
                {"check", 5, true}});
   table.header();
-  std::vector<LayerResult> results;
   bool ok = true;
   for (const MoeLayerInfo* layer : layers) {
-    results.push_back(run_layer(checkpoint, *layer, tokens, options, backend));
-    table.row(results.back().cells);
-    ok = ok && results.back().ok;
+    const LayerResult result = run_layer(checkpoint, *layer, tokens, options, backend);
+    table.row(result.cells);
+    ok = ok && result.ok;
+    if (!writer) continue;
+    require(writer->write(
+        tensor_name(layer->prefix, "output"),
+        ConstTensorView(result.output.data(), DType::kBF16, {result.tokens, result.hidden_size})));
   }
-  if (!options.output.empty()) write_outputs(options.output, results);
+  if (writer) {
+    require(writer->finish());
+    fmt::print("wrote {}\n", printable(options.output));
+  }
   return ok ? kExitOk : kExitCheckFailed;
 }
 
