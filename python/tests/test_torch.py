@@ -89,7 +89,8 @@ def test_reference_gives_the_golden_bits(group):
 
 
 # (experts, top_k, hidden, inter, tokens, local, offset, gated): Megatron's inference tests; FlashInfer's with
-# partial output tiles, and of some ranks of its expert parallelism; sizes that are multiples of nothing.
+# partial output tiles, of its accuracy grid and of some ranks of its expert parallelism; sizes that are multiples
+# of nothing.
 LAYERS = [
     (4, 1, 64, 64, 1, 4, 0, False),
     (4, 2, 64, 64, 4, 4, 0, False),
@@ -108,6 +109,8 @@ LAYERS = [
     (8, 4, 128, 128, 32, 2, 6, False),
     (8, 2, 256, 512, 128, 8, 0, False),
     (8, 2, 384, 512, 128, 8, 0, False),
+    (256, 8, 256, 512, 128, 256, 0, True),
+    (384, 2, 256, 512, 515, 384, 0, False),
     (256, 8, 256, 512, 256, 8, 0, True),
     (256, 8, 256, 512, 256, 8, 248, True),
     (256, 8, 256, 512, 256, 32, 224, True),
