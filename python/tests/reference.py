@@ -17,7 +17,7 @@ NAN_SCALE = 0x7F
 
 def e4m3(x: Tensor) -> Tensor:
     """FP32 >= 0 or NaN -> E4M3 byte: nearest, ties to even, saturating at 448, NaN 0x7F."""
-    codes = torch.arange(127, dtype=torch.float64)
+    codes = torch.arange(127, dtype=torch.float64, device=x.device)
     exponent, mantissa = codes // 8, codes % 8
     values = torch.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10))
     middles = (values[1:] + values[:-1]) / 2
@@ -108,7 +108,7 @@ def tiled(scales: Tensor, tile_rows: int) -> Tensor:
 def values(packed: Tensor, scales: Tensor, outer: Tensor) -> Tensor:
     """FP64 values of codes with linear scales."""
     codes = torch.stack((packed & 15, packed >> 4), -1).flatten(-2).long()
-    magnitude = E2M1.double()[codes & 7] * (1 - 2 * (codes >> 3))
+    magnitude = E2M1.double().to(packed.device)[codes & 7] * (1 - 2 * (codes >> 3))
     return magnitude * e4m3_value(scales).double().repeat_interleave(16, -1) * outer.double()[:, None]
 
 
@@ -176,7 +176,7 @@ def forward(fc1, fc2, x, ids, probabilities, offset=0, activation=swiglu) -> Ten
     experts, inter, hidden = fc2.shape[0], fc2.shape[2], fc2.shape[1]
     gated = fc1.shape[1] == 2 * inter
     x = values(*quantize(padded(x, x.shape[0], up(hidden, 16)), per_row=True))
-    out = torch.zeros(x.shape[0], hidden, dtype=torch.float64)
+    out = torch.zeros(x.shape[0], hidden, dtype=torch.float64, device=x.device)
     for expert in range(experts):
         tokens, slots = (ids == expert + offset).nonzero(as_tuple=True)
         if tokens.numel() == 0:

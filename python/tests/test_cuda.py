@@ -1,6 +1,7 @@
 """torch on a GPU: tensors, streams, graphs, refit, compilation, and what a call costs the host."""
 
 import gc
+import itertools
 import re
 import statistics
 import time
@@ -60,7 +61,8 @@ class Case:
 
 
 def close(got, want):
-    return (got.cpu().double() - want).norm() <= 1e-2 * want.norm()
+    got, want = got.cpu().double(), want.cpu()
+    return (got - want).norm() <= 1e-2 * want.norm()
 
 
 def allocations():
@@ -92,6 +94,19 @@ def test_layer(gated):
     assert rounded.device == DEVICE and rounded.dtype == torch.bfloat16
     assert torch.equal(rounded, out.bfloat16())
     assert not rounded[12].any(), "a token without experts"
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("num_experts", [256, 384])
+def test_accuracy_grid(num_experts, gated):
+    """FlashInfer's: the torch implementation runs on the GPU too."""
+    case = Case(gated, num_experts, hidden=1024, inter=2048, tokens=1024, top_k=8)
+    for tokens, top_k in itertools.product((128, 515, 1024), (1, 2, 8)):
+        x, ids = case.x[:tokens], case.ids[:tokens, :top_k].contiguous()
+        p = case.p[:tokens, :top_k].contiguous()
+        experts = hexpert.torch.RoutedExperts(*case.stacks, top_k=top_k, max_tokens=tokens)
+        out = experts(x, ids, p, torch.empty(x.shape, device=DEVICE))
+        assert close(out, reference.forward(*case.stacks, x, ids, p)), (tokens, top_k)
 
 
 def on_gpu(array, bits=False):
