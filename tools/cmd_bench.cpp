@@ -44,7 +44,7 @@ constexpr const char* kFooter =
     "weights, so that no call finds its data in the L2 cache; the ceilings are those of the run.\n"
     "Rows are not checked there: 'hexpert check --backend cuda-sm90a' does that.\n"
     "\n"
-    "  us           of one call, the whole layer, median of the replays\n"
+    "  us           of one call, the whole layer; median of replays, after half a second of them\n"
     "  roofline us  the longer of: 4.5 bits for each weight of the active experts / read "
     "bandwidth,\n"
     "               operations / dense BF16 rate of cuBLAS (where the library is found)\n"

@@ -32,7 +32,6 @@ constexpr int kStageSpans = kSpansPerWarp * kParts;
 constexpr int kCodes = kSlabs * kSlabCodes;    // bytes of a span
 constexpr int kScales = kSlabs * kSlabScales;  // bytes of a span
 constexpr int kStages = 5;
-static_assert(2 * kStageSpans <= 32);  // copies, a lane each
 
 constexpr int kTileRows = 8;   // columns of an MMA
 constexpr int kMaxTokens = 2;  // with more the GEMM's wide tiles are faster

@@ -20,7 +20,7 @@ using HalfBlock = Values<4>;
 inline constexpr int kHalfBlock = 8;
 inline constexpr int kKept = 4;  // half blocks a thread keeps in registers between its two passes
 
-// Where the quantized rows go; null members are skipped.
+// Where the quantized rows go; null members are skipped, codes and block scales only beside an operand.
 struct QuantizedRows {
   int64_t cols = 0;                 // multiple of 16
   uint8_t* codes = nullptr;         // [rows, cols / 2]
