@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Installs the Python package into a virtual environment in build/ and runs its tests. The first run
 # fetches torch from PyPI, some 3 GB with the CUDA libraries that its Linux wheel wants; no GPU needed.
+# It wants 10 GB of disk: pip fetches every wheel into $TMPDIR before it unpacks the first.
 #   scripts/test_python.sh [--sanitizers] [arguments of pytest]
 #   --sanitizers   the library and the module under the address and undefined-behaviour sanitizers
 # HEXPERT_TEST_WITHOUT_TORCH=1 leaves torch and jax out, and skips what they test.
@@ -20,7 +21,7 @@ if [[ -n ${HEXPERT_TEST_WITHOUT_TORCH:-} ]]; then
   requirements=build/python/requirements.txt
   grep -v '^torch\|^jax' python/tests/requirements.txt >"$requirements"
 fi
-pip=("$venv/bin/pip" --quiet --disable-pip-version-check)
+pip=("$venv/bin/pip" --quiet --no-cache-dir --disable-pip-version-check)
 "${pip[@]}" install --requirement "$requirements"
 if command -v ccache >/dev/null; then export CMAKE_CXX_COMPILER_LAUNCHER=ccache; fi
 export OMP_WAIT_POLICY=passive
