@@ -83,26 +83,32 @@ inline void activate16(const Activation& activation,
 void activate(const Activation& activation,
               bool gated,
               const float* c,
+              int64_t columns,
               int64_t count,
               const float* up_scale,
               const float* gate_scale,
               uint16_t* out,
               int64_t stride) {
-  for (int64_t i = 0; i < count; ++i, c += kPairRows, out += stride) {
+  for (int64_t i = 0; i < count; ++i, c += columns, out += stride) {
     if (gated) {
-      activate16(activation, c, c + 16, up_scale[i], gate_scale[i], out);
+      for (int64_t n = 0; n < columns; n += 32)
+        activate16(activation, c + n, c + n + 16, up_scale[i], gate_scale[i], out + n / 2);
     } else {
-      activate16(activation, c, c, up_scale[i], up_scale[i], out);
-      activate16(activation, c + 16, c + 16, up_scale[i], up_scale[i], out + 16);
+      for (int64_t n = 0; n < columns; n += 16)
+        activate16(activation, c + n, c + n, up_scale[i], up_scale[i], out + n);
     }
   }
 }
 
-void round_routes(
-    const float* c, int64_t count, const float* scale, uint16_t* out, int64_t stride) {
-  for (int64_t i = 0; i < count; ++i, c += kPairRows, out += stride) {
+void round_routes(const float* c,
+                  int64_t columns,
+                  int64_t count,
+                  const float* scale,
+                  uint16_t* out,
+                  int64_t stride) {
+  for (int64_t i = 0; i < count; ++i, c += columns, out += stride) {
     const Vec::F factor = Vec::set1(scale[i]);
-    for (int64_t n = 0; n < kPairRows; n += Vec::kLanes) {
+    for (int64_t n = 0; n < columns; n += Vec::kLanes) {
       Vec::store_bf16(out + n, Vec::mul(factor, Vec::load(c + n)));
     }
   }

@@ -1,6 +1,6 @@
 // quantize -> route -> FC1 + activation -> requantize -> FC2 -> combine, by all threads together.
 //
-// The work of a GEMM stage is the list of (expert, pair of row groups) in memory order; threads claim
+// The work of a GEMM stage is the list of (expert, strip of 64 rows) in memory order; threads claim
 // consecutive parts of it and read one long stream of weights each. Every result element is computed
 // by one thread in one fixed order, so neither the number of threads nor their timing changes a bit.
 #include "cpu/forward.hpp"
@@ -23,8 +23,9 @@ namespace {
 namespace tiles = layout::cpu_tiles;
 
 using tiles::kPairRows;
+using tiles::kStripRows;
 
-// Reading a pair of groups costs as much as multiplying it with this many tokens.
+// Reading a strip costs as much as multiplying it with this many tokens.
 constexpr int64_t kReadCostTokens = 8;
 // Threads claim a share of what is left, so that streams are long at first and the last claims are
 // short and level the threads; a claim is never smaller than about this.
@@ -55,7 +56,7 @@ struct RouteScale {
 struct Fc1 {
   const Pass& pass;
   int64_t k() const { return pass.weights.hidden; }
-  int64_t pairs() const { return pass.weights.fc1_rows / kPairRows; }
+  int64_t strips() const { return pass.weights.fc1_rows / kStripRows; }
   const uint8_t* matrix(int64_t expert) const { return pass.weights.fc1_expert(expert); }
   Nvfp4Row row(int64_t route) const {
     const int64_t token = pass.token_of(route);
@@ -67,20 +68,23 @@ struct Fc1 {
     return {pass.weights.fc1_up_alpha[e] * token_scale,
             pass.weights.fc1_gate_alpha[e] * token_scale};
   }
-  void finish(int64_t pair,
+  // The results of rows [row, row + columns) are in `c` for routes [first, first + count).
+  void finish(int64_t row,
+              int64_t columns,
               int64_t first,
               int64_t count,
               const float* c,
               const ThreadScratch& scratch) const {
     const bool gated = pass.weights.shape.gated;
-    const int64_t features = gated ? kPairRows / 2 : kPairRows;
+    const int64_t feature = gated ? row / 2 : row;
     pass.engine.kernels->activate(pass.args.problem->activation,
                                   gated,
                                   c,
+                                  columns,
                                   count,
                                   scratch.up_scale,
                                   scratch.gate_scale,
-                                  pass.work.h + first * pass.weights.intermediate + pair * features,
+                                  pass.work.h + first * pass.weights.intermediate + feature,
                                   pass.weights.intermediate);
   }
 };
@@ -88,7 +92,7 @@ struct Fc1 {
 struct Fc2 {
   const Pass& pass;
   int64_t k() const { return pass.weights.intermediate; }
-  int64_t pairs() const { return pass.weights.hidden / kPairRows; }
+  int64_t strips() const { return pass.weights.hidden / kStripRows; }
   const uint8_t* matrix(int64_t expert) const { return pass.weights.fc2_expert(expert); }
   Nvfp4Row row(int64_t route) const {
     return {pass.work.h_codes + route * (k() / 2), pass.work.h_scales + route * (k() / 16)};
@@ -97,20 +101,22 @@ struct Fc2 {
     return {pass.weights.fc2_alpha[static_cast<size_t>(expert)] * pass.work.h_token_scale[route],
             0};
   }
-  void finish(int64_t pair,
+  void finish(int64_t row,
+              int64_t columns,
               int64_t first,
               int64_t count,
               const float* c,
               const ThreadScratch& scratch) const {
     pass.engine.kernels->round_routes(c,
+                                      columns,
                                       count,
                                       scratch.up_scale,
-                                      pass.work.y + first * pass.weights.hidden + pair * kPairRows,
+                                      pass.work.y + first * pass.weights.hidden + row,
                                       pass.weights.hidden);
   }
 };
 
-// Routes [first, first + count) of one expert times pairs [begin, end).
+// Routes [first, first + count) of one expert times strips [begin, end).
 template <typename Stage>
 struct Multiplication {
   const Stage& stage;
@@ -121,10 +127,12 @@ struct Multiplication {
   int64_t begin;
   int64_t end;
 
-  const uint8_t* weights(int64_t pair) const {
-    return stage.matrix(expert) + 2 * pair * tiles::group_bytes(stage.k());
+  const uint8_t* weights(int64_t strip) const {
+    return stage.matrix(expert) + tiles::matrix_bytes(strip * kStripRows, stage.k());
   }
-  void finish(int64_t pair, const float* c) const { stage.finish(pair, first, count, c, scratch); }
+  void finish(int64_t row, int64_t columns) const {
+    stage.finish(row, columns, first, count, scratch.c, scratch);
+  }
   void run(bool use_amx) const {
     const Engine& engine = stage.pass.engine;
     const int64_t k = stage.k();
@@ -137,17 +145,18 @@ struct Multiplication {
     if (use_amx) {
       engine.amx->expand(scratch.rows, count, k, scratch.tile);
       const PairSink sink = {const_cast<Multiplication*>(this),
-                             [](void* context, int64_t pair, const float* c) {
+                             [](void* context, int64_t pair, const float*) {
                                const auto* self = static_cast<const Multiplication*>(context);
-                               self->finish(self->begin + pair, c);
+                               self->finish(self->begin * kStripRows + pair * kPairRows, kPairRows);
                              }};
+      const int64_t num_pairs = (end - begin) * (kStripRows / kPairRows);
       engine.amx->gemm_pairs(
-          weights(begin), end - begin, k, scratch.tile, count, scratch.c, scratch.panel, sink);
+          weights(begin), num_pairs, k, scratch.tile, count, scratch.c, scratch.panel, sink);
     } else {
       engine.kernels->expand_int(scratch.rows, count, k, scratch.tile);
-      for (int64_t pair = begin; pair < end; ++pair) {
-        engine.kernels->gemm_int(weights(pair), k, scratch.tile, count, scratch.c);
-        finish(pair, scratch.c);
+      for (int64_t strip = begin; strip < end; ++strip) {
+        engine.kernels->gemm_int(weights(strip), k, scratch.tile, count, scratch.c);
+        finish(strip * kStripRows, kStripRows);
       }
     }
   }
@@ -169,7 +178,7 @@ void multiply(
   }
 }
 
-// Prefix sums of the experts' cost per pair of groups; both GEMM stages share them.
+// Prefix sums of the experts' cost per strip; both GEMM stages share them.
 void measure_load(const Pass& pass) {
   int64_t total = 0;
   const int64_t experts = pass.weights.shape.num_local_experts;
@@ -188,26 +197,26 @@ void run_stage(const Stage& stage, Counter& counter, const ThreadScratch& scratc
   const Pass& pass = stage.pass;
   const int64_t experts = pass.weights.shape.num_local_experts;
   const int64_t* load = pass.work.load;
-  const int64_t pairs = stage.pairs();
-  // A position in the work list: pair q of expert e begins at load[e] * pairs + q * cost(e).
-  const int64_t total = load[experts] * pairs;
-  const int64_t pair_bytes = 2 * tiles::group_bytes(stage.k());
+  const int64_t strips = stage.strips();
+  // A position in the work list: strip q of expert e begins at load[e] * strips + q * cost(e).
+  const int64_t total = load[experts] * strips;
+  const int64_t strip_bytes = tiles::matrix_bytes(kStripRows, stage.k());
   const int64_t min_claim =
-      (kReadCostTokens + 1) * std::max<int64_t>(1, kMinClaimBytes / pair_bytes);
+      (kReadCostTokens + 1) * std::max<int64_t>(1, kMinClaimBytes / strip_bytes);
   for (int64_t low = counter.next.load(std::memory_order_relaxed); low < total;) {
     const int64_t high = std::min(total, low + std::max(min_claim, (total - low) / (2 * threads)));
     if (!counter.next.compare_exchange_weak(low, high, std::memory_order_relaxed)) continue;
     // The last expert that begins at or before `low`.
-    int64_t expert = std::upper_bound(load, load + experts, low / pairs) - load - 1;
-    for (; expert < experts && load[expert] * pairs < high; ++expert) {
+    int64_t expert = std::upper_bound(load, load + experts, low / strips) - load - 1;
+    for (; expert < experts && load[expert] * strips < high; ++expert) {
       const int64_t cost = load[expert + 1] - load[expert];
       if (cost == 0) continue;
-      const auto first_pair_from = [&](int64_t at) {
-        const int64_t inside = std::max<int64_t>(0, at - load[expert] * pairs);
-        return std::min(pairs, (inside + cost - 1) / cost);
+      const auto first_strip_from = [&](int64_t at) {
+        const int64_t inside = std::max<int64_t>(0, at - load[expert] * strips);
+        return std::min(strips, (inside + cost - 1) / cost);
       };
-      const int64_t begin = first_pair_from(low);
-      const int64_t end = first_pair_from(high);
+      const int64_t begin = first_strip_from(low);
+      const int64_t end = first_strip_from(high);
       if (begin < end) multiply(stage, scratch, expert, begin, end);
     }
     low = counter.next.load(std::memory_order_relaxed);

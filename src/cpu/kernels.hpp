@@ -21,7 +21,7 @@ struct Nvfp4Row {
 // the kernel's widest; a tile is block after block of 16 k, one block of an m-token tile 24 m bytes:
 //     int8 codes[m][16]  doubled E2M1, in the order of cpu_tiles: k = 0 4 1 5 2 6 3 7, then + 8
 //     int32 start[m]     kMagicBits - 12 * sum(codes of the block)
-//     float scale[m]     value of the block's E4M3 scale
+//     float scale[m]     value of the block's E4M3 scale, times the unit of the sums
 // Weights enter as 2w + 12 (unsigned), so the block sum starts at -12 * sum(codes). Started from
 // the bits of kMagic as well, the int32 sum read as FP32 is kMagic + sum: no conversion is needed,
 // and with w the weights' block scale fma(that, w, -kMagic * w) is sum * w exactly. That times the
@@ -41,7 +41,7 @@ struct TokenCut {
   TokenCut(int64_t count_in, int64_t widest)
       : count(count_in), parts((count_in + widest - 1) / widest) {}
   int64_t begin(int64_t part) const { return part * count / parts; }
-  int width(int64_t part) const { return static_cast<int>(begin(part + 1) - begin(part)); }
+  int64_t width(int64_t part) const { return begin(part + 1) - begin(part); }
 };
 
 // Most tokens of one pass of the integer GEMM: their tiles are to stay in L2 (1 MiB of it), and
@@ -67,28 +67,34 @@ struct Kernels {
   // 16 quantized rows -> one cpu_tiles group. `rows` in order; k a multiple of 64.
   void (*pack_group)(const Nvfp4Row* rows, int64_t k, uint8_t* group);
 
-  int widest_tile;  // of the integer GEMM, in tokens
+  int64_t widest_tile;  // of the integer GEMM, in tokens
   // Writes the tiles of `count` rows: int_tile_bytes(count, k).
   void (*expand_int)(const Nvfp4Row* rows, int64_t count, int64_t k, uint8_t* tiles);
-  // c[i * 32 + n] = sum over k of row n times token i, for n < 32, i < count. `pair`: two adjacent
-  // cpu_tiles groups, 32 rows.
-  void (*gemm_int)(const uint8_t* pair, int64_t k, const uint8_t* tiles, int64_t count, float* c);
+  // c[i * 64 + n] = sum over k of row n times token i, for n < 64, i < count. `strip`: four
+  // adjacent cpu_tiles groups, 64 rows. `c` is aligned to 64 bytes.
+  void (*gemm_int)(const uint8_t* strip, int64_t k, const uint8_t* tiles, int64_t count, float* c);
 
-  // FC1 epilogue of one pair of groups for `count` routes; row i of `c` has 32 results:
-  //   gated       up of 16 features, then gate of the same -> 16 values
-  //   not gated   32 features                              -> 32 values
+  // FC1 epilogue of `columns` (32 or 64) rows of weights for `count` routes; row i of `c` has their
+  // results:
+  //   gated       up of 16 features, gate of the same, and so on -> columns / 2 values
+  //   not gated   one of each feature                            -> columns values
   // out[i * stride ...] = bf16(activation(fl(up * up_scale[i]), fl(gate * gate_scale[i]))).
   void (*activate)(const Activation& activation,
                    bool gated,
                    const float* c,
+                   int64_t columns,
                    int64_t count,
                    const float* up_scale,
                    const float* gate_scale,
                    uint16_t* out,
                    int64_t stride);
-  // FC2 epilogue: out[i * stride + n] = bf16(fl(scale[i] * c[i * 32 + n])), n < 32.
-  void (*round_routes)(
-      const float* c, int64_t count, const float* scale, uint16_t* out, int64_t stride);
+  // FC2 epilogue: out[i * stride + n] = bf16(fl(scale[i] * c[i * columns + n])), n < columns.
+  void (*round_routes)(const float* c,
+                       int64_t columns,
+                       int64_t count,
+                       const float* scale,
+                       uint16_t* out,
+                       int64_t stride);
   // acc = fma(probability[s], route[s][c], acc) in slot order, acc from +0, for columns
   // [begin, end) of one token. Null routes are skipped.
   void (*combine)(const uint16_t* const* routes,

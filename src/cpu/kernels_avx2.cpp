@@ -20,7 +20,7 @@ namespace hexpert::cpu {
 namespace {
 
 namespace tiles = layout::cpu_tiles;
-using tiles::kPairRows;
+using tiles::kStripRows;
 
 struct Vec {
   using F = __m256;
@@ -72,7 +72,7 @@ struct Vec {
 #include "cpu/epilogue.inl"
 #include "cpu/quantize_avx2.inl"
 
-void expand_tile(const Nvfp4Row* rows, int m, int64_t k, uint8_t* tile) {
+void expand_tile(const Nvfp4Row* rows, int64_t m, int64_t k, uint8_t* tile) {
   const __m128i table = _mm_load_si128(reinterpret_cast<const __m128i*>(kDoubled.data()));
   const __m128i low = _mm_set1_epi8(15);
   // From [low nibbles of 8 bytes, high nibbles]: k = 0 4 1 5 2 6 3 7, twice.
@@ -80,7 +80,7 @@ void expand_tile(const Nvfp4Row* rows, int m, int64_t k, uint8_t* tile) {
   for (int64_t b = 0; b < k / kBlockSize; ++b, tile += kTileBlockBytes * m) {
     auto* start = reinterpret_cast<int32_t*>(tile + 16 * m);
     auto* scale = reinterpret_cast<float*>(tile + 20 * m);
-    for (int t = 0; t < m; ++t) {
+    for (int64_t t = 0; t < m; ++t) {
       const __m128i bytes =
           _mm_loadl_epi64(reinterpret_cast<const __m128i*>(rows[t].codes + 8 * b));
       const __m128i nibbles =
@@ -91,7 +91,7 @@ void expand_tile(const Nvfp4Row* rows, int m, int64_t k, uint8_t* tile) {
       sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0b10110001));
       _mm_storeu_si128(reinterpret_cast<__m128i*>(tile + 16 * t), values);
       start[t] = kMagicBits - 12 * _mm_cvtsi128_si32(sum);
-      scale[t] = kE4M3Values[rows[t].scales[b]];
+      scale[t] = kTokenScales[rows[t].scales[b]];
     }
   }
 }
@@ -148,20 +148,22 @@ void gemm_group(const uint8_t* group, int64_t k, const uint8_t* tile, float* c) 
       }
     }
   }
-  const __m256 unit = _mm256_set1_ps(kIntSumUnit);
   for (int i = 0; i < M; ++i) {
-    _mm256_storeu_ps(c + i * kPairRows, _mm256_mul_ps(acc[i][0], unit));
-    _mm256_storeu_ps(c + i * kPairRows + 8, _mm256_mul_ps(acc[i][1], unit));
+    _mm256_storeu_ps(c + i * kStripRows, acc[i][0]);
+    _mm256_storeu_ps(c + i * kStripRows + 8, acc[i][1]);
   }
 }
 
-template <int M>
-void gemm_tile(const uint8_t* pair, int64_t k, const uint8_t* tile, float* c) {
-  gemm_group<M>(pair, k, tile, c);
-  gemm_group<M>(pair + tiles::group_bytes(k), k, tile, c + tiles::kGroupRows);
-}
+constexpr int64_t kWidestTile = 4;  // 8 accumulators and 4 weight registers of 16
 
-constexpr int kWidestTile = 4;  // 8 accumulators and 4 weight registers of 16
+template <int M = 1>
+void gemm_tile(const uint8_t* strip, int64_t k, const uint8_t* tile, int64_t m, float* c) {
+  if constexpr (M < kWidestTile) {
+    if (m > M) return gemm_tile<M + 1>(strip, k, tile, m, c);
+  }
+  for (int64_t row = 0; row < kStripRows; row += tiles::kGroupRows)
+    gemm_group<M>(strip + tiles::matrix_bytes(row, k), k, tile, c + row);
+}
 
 #include "cpu/gemm_int_dispatch.inl"
 
@@ -171,7 +173,7 @@ constexpr Kernels kTable = {"avx2",
                             pack_group,
                             kWidestTile,
                             expand_int,
-                            gemm_tiles,
+                            gemm_int,
                             activate,
                             round_routes,
                             combine};

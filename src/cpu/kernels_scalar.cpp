@@ -1,5 +1,6 @@
 // Any CPU: the same steps as the vector kernels, one lane at a time. Built without automatic
 // vectorization, so that "scalar" keeps one meaning.
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstring>
@@ -13,7 +14,7 @@ namespace hexpert::cpu {
 namespace {
 
 namespace tiles = layout::cpu_tiles;
-using tiles::kPairRows;
+using tiles::kStripRows;
 
 struct Vec {
   using F = float;
@@ -47,13 +48,13 @@ struct Vec {
 #include "cpu/epilogue.inl"
 #include "cpu/quantize_scalar.inl"
 
-void expand_tile(const Nvfp4Row* rows, int m, int64_t k, uint8_t* tile) {
+void expand_tile(const Nvfp4Row* rows, int64_t m, int64_t k, uint8_t* tile) {
   constexpr int kOrder[8] = {0, 4, 1, 5, 2, 6, 3, 7};
   for (int64_t b = 0; b < k / kBlockSize; ++b, tile += kTileBlockBytes * m) {
     auto* codes = reinterpret_cast<int8_t*>(tile);
     auto* start = reinterpret_cast<int32_t*>(tile + 16 * m);
     auto* scale = reinterpret_cast<float*>(tile + 20 * m);
-    for (int t = 0; t < m; ++t) {
+    for (int64_t t = 0; t < m; ++t) {
       int32_t sum = 0;
       for (int i = 0; i < 16; ++i) {
         const int64_t element = 16 * b + i / 8 * 8 + kOrder[i % 8];
@@ -62,21 +63,22 @@ void expand_tile(const Nvfp4Row* rows, int m, int64_t k, uint8_t* tile) {
         sum += value;
       }
       start[t] = kMagicBits - 12 * sum;
-      scale[t] = kE4M3Values[rows[t].scales[b]];
+      scale[t] = kE4M3Values[rows[t].scales[b]] * 0.25F;
     }
   }
 }
 
-template <int M>
-void gemm_group(const uint8_t* group, int64_t k, const uint8_t* tile, float* c) {
+constexpr int64_t kWidestTile = 4;
+
+void gemm_group(const uint8_t* group, int64_t k, const uint8_t* tile, int64_t m, float* c) {
   constexpr int kShift[4] = {0, 4, 0, 4};
-  float acc[M][tiles::kGroupRows] = {};
-  for (int64_t b = 0; b < k / kBlockSize; ++b, tile += kTileBlockBytes * M) {
+  float acc[kWidestTile][tiles::kGroupRows] = {};
+  for (int64_t b = 0; b < k / kBlockSize; ++b, tile += kTileBlockBytes * m) {
     const uint8_t* chunks = group + b / 4 * tiles::kRecordBytes + b % 4 * 128;
     const uint8_t* scales = group + tiles::scale_offset(0, b);
     const auto* codes = reinterpret_cast<const int8_t*>(tile);
-    const auto* start = reinterpret_cast<const int32_t*>(tile + 16 * M);
-    const auto* scale = reinterpret_cast<const float*>(tile + 20 * M);
+    const auto* start = reinterpret_cast<const int32_t*>(tile + 16 * m);
+    const auto* scale = reinterpret_cast<const float*>(tile + 20 * m);
     for (int64_t n = 0; n < tiles::kGroupRows; ++n) {
       uint8_t weight[16];
       for (int i = 0; i < 16; ++i) {
@@ -84,7 +86,7 @@ void gemm_group(const uint8_t* group, int64_t k, const uint8_t* tile, float* c) 
         weight[i] = kDoubledPlus12[byte >> kShift[i / 4] & 15];
       }
       const float ws = kE4M3Values[scales[n] & 0x7F];
-      for (int t = 0; t < M; ++t) {
+      for (int64_t t = 0; t < m; ++t) {
         int32_t sum = start[t];
         for (int i = 0; i < 16; ++i)
           sum += weight[i] * codes[16 * t + i];
@@ -93,19 +95,15 @@ void gemm_group(const uint8_t* group, int64_t k, const uint8_t* tile, float* c) 
       }
     }
   }
-  for (int t = 0; t < M; ++t) {
-    for (int64_t n = 0; n < tiles::kGroupRows; ++n)
-      c[t * kPairRows + n] = acc[t][n] * 0.25F;
+  for (int64_t t = 0; t < m; ++t) {
+    std::copy_n(acc[t], tiles::kGroupRows, c + t * kStripRows);
   }
 }
 
-template <int M>
-void gemm_tile(const uint8_t* pair, int64_t k, const uint8_t* tile, float* c) {
-  gemm_group<M>(pair, k, tile, c);
-  gemm_group<M>(pair + tiles::group_bytes(k), k, tile, c + tiles::kGroupRows);
+void gemm_tile(const uint8_t* strip, int64_t k, const uint8_t* tile, int64_t m, float* c) {
+  for (int64_t row = 0; row < kStripRows; row += tiles::kGroupRows)
+    gemm_group(strip + tiles::matrix_bytes(row, k), k, tile, m, c + row);
 }
-
-constexpr int kWidestTile = 4;
 
 #include "cpu/gemm_int_dispatch.inl"
 
@@ -115,7 +113,7 @@ constexpr Kernels kTable = {"scalar",
                             pack_group,
                             kWidestTile,
                             expand_int,
-                            gemm_tiles,
+                            gemm_int,
                             activate,
                             round_routes,
                             combine};

@@ -33,8 +33,14 @@ inline constexpr std::array<float, 256> kE4M3Values = [] {
   return table;
 }();
 
-// Partial sums are of doubled values on both sides (4), and of scales read as FP16 bits (2^-8).
-inline constexpr float kIntSumUnit = 64.0F;
+// The same for the tokens of the integer GEMMs that read weight scales as FP16 bits (2^-8 of their
+// value). Codes are doubled on both sides (4). A power of two here changes no bit of a sum.
+inline constexpr std::array<float, 256> kTokenScales = [] {
+  std::array<float, 256> table = kE4M3Values;
+  for (float& value : table)
+    value *= 256.0F / 4.0F;
+  return table;
+}();
 
 // Distance at which the weight stream is prefetched into L2, in records of cpu_tiles. Groups of an
 // expert are contiguous, so running past the end of one is what is wanted.

@@ -57,7 +57,8 @@ Workspace Workspace::layout(const Engine& engine,
   };
   w.rows_at_ = part(kAmxMaxTokens * static_cast<int64_t>(sizeof(Nvfp4Row)));
   w.scales_at_ = part(2 * kAmxMaxTokens * static_cast<int64_t>(sizeof(float)));
-  w.c_at_ = part(kAmxMaxTokens * 32 * static_cast<int64_t>(sizeof(float)));
+  w.c_at_ =
+      part(kAmxMaxTokens * layout::cpu_tiles::kStripRows * static_cast<int64_t>(sizeof(float)));
   w.routes_at_ = part(problem.top_k * static_cast<int64_t>(sizeof(void*)));
   const int64_t pass = std::min(num_routes, kAmxMaxTokens);
   const auto int_tiles = [num_routes](int64_t k) {

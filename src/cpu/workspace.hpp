@@ -17,7 +17,7 @@ struct ThreadScratch {
   float* up_scale = nullptr;          // [kAmxMaxTokens] scales of the pass, per route
   float* gate_scale = nullptr;        // [kAmxMaxTokens]
   uint8_t* tile = nullptr;            // activations of the pass, as the GEMM reads them
-  float* c = nullptr;                 // [kAmxMaxTokens, 32] results of one pair of groups
+  float* c = nullptr;                 // [kAmxMaxTokens, 64] results of a strip or a pair of groups
   uint8_t* panel = nullptr;           // weights of the AMX GEMM, expanded
   const uint16_t** routes = nullptr;  // [top_k] for the combine
 };

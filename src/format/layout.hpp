@@ -92,11 +92,13 @@ HX_HOST_DEVICE constexpr int64_t gated_row(bool gate, int64_t feature, int64_t g
 // Gated FC1 groups alternate up, gate, up, gate, so one task reads both as one stream.
 namespace cpu_tiles {
 inline constexpr int64_t kGroupRows = 16;
-inline constexpr int64_t kPairRows = 32;  // two adjacent groups: what a GEMM call multiplies
-inline constexpr int64_t kSpan = 64;      // K elements of a record
+inline constexpr int64_t kPairRows = 32;   // two adjacent groups: what the AMX GEMM takes at a time
+inline constexpr int64_t kStripRows = 64;  // four adjacent groups: what the integer GEMM takes
+inline constexpr int64_t kSpan = 64;       // K elements of a record
 inline constexpr int64_t kRecordBytes = 576;
-inline constexpr int64_t kScalesAt = 512;     // offset of the scales in a record
-inline constexpr int64_t kSizeMultiple = 64;  // hidden and intermediate size are padded to this
+inline constexpr int64_t kScalesAt = 512;  // offset of the scales in a record
+inline constexpr int64_t kSizeMultiple =
+    kStripRows;  // hidden and intermediate size are padded to this
 
 constexpr int64_t group_bytes(int64_t k) {
   return k / kSpan * kRecordBytes;
