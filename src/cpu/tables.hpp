@@ -37,8 +37,9 @@ inline constexpr std::array<float, 256> kE4M3Values = [] {
 // value). Codes are doubled on both sides (4). A power of two here changes no bit of a sum.
 inline constexpr std::array<float, 256> kTokenScales = [] {
   std::array<float, 256> table = kE4M3Values;
-  for (float& value : table)
-    value *= 256.0F / 4.0F;
+  for (float& value : table) {
+    if (value == value) value *= 256.0F / 4.0F;  // arithmetic with NaN is no constant expression
+  }
   return table;
 }();
 
