@@ -43,7 +43,7 @@ class AmxKernel : public testing::TestWithParam<bool> {
     }
     AlignedVector<uint8_t> tokens(static_cast<std::size_t>(amx_tile_bytes(m, k)), 0xFF);
     AlignedVector<uint8_t> panel(static_cast<std::size_t>(amx_->panel_bytes), 0xFF);
-    AlignedVector<float> c(kAmxMaxTokens * tiles::kPairRows, std::nanf(""));
+    AlignedVector<float> c(kMaxPassTokens * tiles::kPairRows, std::nanf(""));
     struct Result {
       int64_t m;
       AlignedVector<float> values;

@@ -130,8 +130,8 @@ struct Multiplication {
   const uint8_t* weights(int64_t strip) const {
     return stage.matrix(expert) + tiles::matrix_bytes(strip * kStripRows, stage.k());
   }
-  void finish(int64_t row, int64_t columns) const {
-    stage.finish(row, columns, first, count, scratch.c, scratch);
+  void finish(int64_t row, int64_t columns, const float* c) const {
+    stage.finish(row, columns, first, count, c, scratch);
   }
   void run(bool use_amx) const {
     const Engine& engine = stage.pass.engine;
@@ -145,9 +145,10 @@ struct Multiplication {
     if (use_amx) {
       engine.amx->expand(scratch.rows, count, k, scratch.tile);
       const PairSink sink = {const_cast<Multiplication*>(this),
-                             [](void* context, int64_t pair, const float*) {
+                             [](void* context, int64_t pair, const float* c) {
                                const auto* self = static_cast<const Multiplication*>(context);
-                               self->finish(self->begin * kStripRows + pair * kPairRows, kPairRows);
+                               const int64_t row = self->begin * kStripRows + pair * kPairRows;
+                               self->finish(row, kPairRows, c);
                              }};
       const int64_t num_pairs = (end - begin) * (kStripRows / kPairRows);
       engine.amx->gemm_pairs(
@@ -156,7 +157,7 @@ struct Multiplication {
       engine.kernels->expand_int(scratch.rows, count, k, scratch.tile);
       for (int64_t strip = begin; strip < end; ++strip) {
         engine.kernels->gemm_int(weights(strip), k, scratch.tile, count, scratch.c);
-        finish(strip * kStripRows, kStripRows);
+        finish(strip * kStripRows, kStripRows, scratch.c);
       }
     }
   }
@@ -170,7 +171,7 @@ void multiply(
   const int64_t last = pass.work.routes.expert_offsets[expert + 1];
   const bool use_amx =
       pass.engine.amx != nullptr && !pass.args.batch_invariant && last - first > kAmxAboveTokens;
-  const TokenCut passes(last - first, use_amx ? kAmxMaxTokens : int_pass_tokens(stage.k()));
+  const TokenCut passes(last - first, use_amx ? kMaxPassTokens : int_pass_tokens(stage.k()));
   for (int64_t i = 0; i < passes.parts; ++i) {
     Multiplication<Stage>{
         stage, scratch, expert, first + passes.begin(i), passes.width(i), begin, end}

@@ -13,7 +13,6 @@ namespace hexpert::cpu {
 constexpr int64_t amx_tile_bytes(int64_t tokens, int64_t k) {
   return (tokens + 15) / 16 * 16 * k * 2;
 }
-inline constexpr int64_t kAmxMaxTokens = 256;  // of one pass
 
 // Takes the result of one pair of groups: c[i * 32 + n] is row n times token i.
 struct PairSink {
@@ -27,7 +26,7 @@ struct AmxKernels {
   void (*end)();
   void (*expand)(const Nvfp4Row* rows, int64_t m, int64_t k, uint8_t* tiles);
   // Multiplies `num_pairs` consecutive pairs of cpu_tiles groups (32 rows each) with m tokens; the
-  // sink is called once per pair, in order. `c` holds kAmxMaxTokens x 32 floats, `panel`
+  // sink is called once per pair, in order. `c` holds kMaxPassTokens x 32 floats, `panel`
   // panel_bytes, 64-byte aligned, both of the calling thread.
   void (*gemm_pairs)(const uint8_t* pairs,
                      int64_t num_pairs,

@@ -21,7 +21,8 @@ struct Nvfp4Row {
 // the kernel's widest; a tile is block after block of 16 k, one block of an m-token tile 24 m bytes:
 //     int8 codes[m][16]  doubled E2M1, in the order of cpu_tiles: k = 0 4 1 5 2 6 3 7, then + 8
 //     int32 start[m]     kMagicBits - 12 * sum(codes of the block)
-//     float scale[m]     value of the block's E4M3 scale, times the unit of the sums
+//     float scale[m]     value of the block's E4M3 scale / 4 (both sides are doubled), and times 2^8
+//                        where the kernel reads weight scales as 2^-8 of their value
 // Weights enter as 2w + 12 (unsigned), so the block sum starts at -12 * sum(codes). Started from
 // the bits of kMagic as well, the int32 sum read as FP32 is kMagic + sum: no conversion is needed,
 // and with w the weights' block scale fma(that, w, -kMagic * w) is sum * w exactly. That times the
@@ -44,11 +45,14 @@ struct TokenCut {
   int64_t width(int64_t part) const { return begin(part + 1) - begin(part); }
 };
 
+// Tokens that a thread's memory holds results and scales of.
+inline constexpr int64_t kMaxPassTokens = 256;
+
 // Most tokens of one pass of the integer GEMM: their tiles are to stay in L2 (1 MiB of it), and
 // decoding the weights again for the next pass is to cost little.
 constexpr int64_t int_pass_tokens(int64_t k) {
   const int64_t fit = (int64_t{1} << 20) / int_tile_bytes(1, k);
-  return fit < 32 ? 32 : fit > 256 ? 256 : fit;
+  return fit < 32 ? 32 : fit > kMaxPassTokens ? kMaxPassTokens : fit;
 }
 
 struct Kernels {

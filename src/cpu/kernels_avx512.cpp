@@ -123,7 +123,7 @@ constexpr int64_t kWidestTile = 64;  // 16 KiB of sums
 // One block of 16 k of four groups of 16 rows, each in the 16 lanes, times one tile of tokens. Its
 // weights are decoded into registers, 16 operands of vpdpbusd, and all tokens go over them; their
 // sums lie in `c`, in L1. A token costs each group four vpdpbusd and two FMAs, of which two start a
-// cycle: two thirds of the vpdpbusd peak at most. Around them are 13 instructions for all four
+// cycle: two thirds of the vpdpbusd peak at most. Around them are 17 instructions for all four
 // groups, few enough for a core that shares its front end with a busy hardware thread.
 template <bool kFirst>
 inline void multiply_block(const uint8_t* record,

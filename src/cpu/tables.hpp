@@ -43,9 +43,9 @@ inline constexpr std::array<float, 256> kTokenScales = [] {
   return table;
 }();
 
-// Distance at which the weight stream is prefetched into L2, in records of cpu_tiles. Groups of an
-// expert are contiguous, so running past the end of one is what is wanted.
-// 8 records: 1.5x over none at one token; a core alone keeps too few loads in flight for DRAM.
+// Distance at which the weight stream of a group is prefetched into L2, in records of cpu_tiles. Past
+// its end a kernel goes on where it reads next. A core alone keeps too few loads in flight for DRAM:
+// 1.5x over none at one token, measured with two streams.
 inline constexpr int64_t kPrefetchRecords = 8;
 
 }  // namespace hexpert::cpu

@@ -55,12 +55,12 @@ Workspace Workspace::layout(const Engine& engine,
     one.take<uint8_t>(size);
     return at;
   };
-  w.rows_at_ = part(kAmxMaxTokens * static_cast<int64_t>(sizeof(Nvfp4Row)));
-  w.scales_at_ = part(2 * kAmxMaxTokens * static_cast<int64_t>(sizeof(float)));
+  w.rows_at_ = part(kMaxPassTokens * static_cast<int64_t>(sizeof(Nvfp4Row)));
+  w.scales_at_ = part(2 * kMaxPassTokens * static_cast<int64_t>(sizeof(float)));
   w.c_at_ =
-      part(kAmxMaxTokens * layout::cpu_tiles::kStripRows * static_cast<int64_t>(sizeof(float)));
+      part(kMaxPassTokens * layout::cpu_tiles::kStripRows * static_cast<int64_t>(sizeof(float)));
   w.routes_at_ = part(problem.top_k * static_cast<int64_t>(sizeof(void*)));
-  const int64_t pass = std::min(num_routes, kAmxMaxTokens);
+  const int64_t pass = std::min(num_routes, kMaxPassTokens);
   const auto int_tiles = [num_routes](int64_t k) {
     return int_tile_bytes(std::min(num_routes, int_pass_tokens(k)), k);
   };
@@ -79,7 +79,7 @@ ThreadScratch Workspace::thread(int index) const {
   ThreadScratch scratch;
   scratch.rows = reinterpret_cast<Nvfp4Row*>(base + rows_at_);
   scratch.up_scale = reinterpret_cast<float*>(base + scales_at_);
-  scratch.gate_scale = scratch.up_scale + kAmxMaxTokens;
+  scratch.gate_scale = scratch.up_scale + kMaxPassTokens;
   scratch.tile = base + tile_at_;
   scratch.c = reinterpret_cast<float*>(base + c_at_);
   scratch.panel = base + panel_at_;

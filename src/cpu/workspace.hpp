@@ -13,11 +13,11 @@ namespace hexpert::cpu {
 
 // Per thread.
 struct ThreadScratch {
-  Nvfp4Row* rows = nullptr;           // [kAmxMaxTokens] activations of the pass
-  float* up_scale = nullptr;          // [kAmxMaxTokens] scales of the pass, per route
-  float* gate_scale = nullptr;        // [kAmxMaxTokens]
+  Nvfp4Row* rows = nullptr;           // [kMaxPassTokens] activations of the pass
+  float* up_scale = nullptr;          // [kMaxPassTokens] scales of the pass, per route
+  float* gate_scale = nullptr;        // [kMaxPassTokens]
   uint8_t* tile = nullptr;            // activations of the pass, as the GEMM reads them
-  float* c = nullptr;                 // [kAmxMaxTokens, 64] results of a strip or a pair of groups
+  float* c = nullptr;                 // [kMaxPassTokens, 64] results of a strip or a pair of groups
   uint8_t* panel = nullptr;           // weights of the AMX GEMM, expanded
   const uint16_t** routes = nullptr;  // [top_k] for the combine
 };

@@ -96,9 +96,8 @@ inline constexpr int64_t kPairRows = 32;   // two adjacent groups: what the AMX 
 inline constexpr int64_t kStripRows = 64;  // four adjacent groups: what the integer GEMM takes
 inline constexpr int64_t kSpan = 64;       // K elements of a record
 inline constexpr int64_t kRecordBytes = 576;
-inline constexpr int64_t kScalesAt = 512;  // offset of the scales in a record
-inline constexpr int64_t kSizeMultiple =
-    kStripRows;  // hidden and intermediate size are padded to this
+inline constexpr int64_t kScalesAt = 512;     // offset of the scales in a record
+inline constexpr int64_t kSizeMultiple = 64;  // hidden and intermediate size are padded to this
 
 constexpr int64_t group_bytes(int64_t k) {
   return k / kSpan * kRecordBytes;
@@ -117,6 +116,7 @@ constexpr bool nibble_is_high(int64_t k) {
 constexpr int64_t scale_offset(int64_t n, int64_t block) {
   return block / 4 * kRecordBytes + kScalesAt + block % 4 * 16 + n;
 }
+static_assert(kSizeMultiple % kStripRows == 0 && kSizeMultiple % kSpan == 0);
 static_assert(code_offset(0, 0) == 0 && code_offset(0, 1) == 2 && code_offset(0, 4) == 1);
 static_assert(code_offset(15, 63) == 511 && code_offset(0, 64) == 576);
 static_assert(scale_offset(3, 1) == 512 + 16 + 3 && scale_offset(0, 4) == 576 + 512);
