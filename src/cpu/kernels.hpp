@@ -3,6 +3,7 @@
 // adds in the order of the tile unit; gemm_amx.hpp.)
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <string_view>
 
@@ -52,7 +53,7 @@ inline constexpr int64_t kMaxPassTokens = 256;
 // decoding the weights again for the next pass is to cost little.
 constexpr int64_t int_pass_tokens(int64_t k) {
   const int64_t fit = (int64_t{1} << 20) / int_tile_bytes(1, k);
-  return fit < 32 ? 32 : fit > kMaxPassTokens ? kMaxPassTokens : fit;
+  return std::clamp<int64_t>(fit, 32, kMaxPassTokens);
 }
 
 struct Kernels {
