@@ -399,6 +399,15 @@ TEST_F(CApiErrors, Workspace) {
   ASSERT_EQ(hx_moe_create(&problem_, weights_.handle, &options, &moe.handle), HX_OK)
       << hx_last_error();
   EXPECT_EQ(hx_moe_forward(moe.handle, &inputs_, &out_, nullptr), HX_OK) << hx_last_error();
+  out_.dl.data = start;
+  expect_start(hx_moe_forward(moe.handle, &inputs_, &out_, nullptr),
+               HX_INVALID_OUTPUT,
+               "out: expected memory that overlaps no workspace, got [");
+  out_.dl.data = out_memory_.data();
+  hidden_.dl.data = start;
+  expect_start(hx_moe_forward(moe.handle, &inputs_, &out_, nullptr),
+               HX_INVALID_OUTPUT,
+               "workspace: expected memory that overlaps no input, got [");
   const auto create_with = [&] {
     hx_moe* never = nullptr;
     return hx_moe_create(&problem_, weights_.handle, &options, &never);

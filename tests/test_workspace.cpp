@@ -89,6 +89,62 @@ TEST(Workspace, BadOnesAreRefused) {
   }
 }
 
+TEST(Workspace, NoArgumentMayLieInIt) {
+  const MoeData data(kCase);
+  const ExpertWeights weights = test::make_weights(kCase);
+  const int64_t hidden_bytes = kCase.tokens * kCase.hidden_size * 2;
+  for (const std::string& backend : test::available_backends()) {
+    SCOPED_TRACE(backend);
+    MoeOptions options{.backend = backend, .num_threads = 1};
+    const int64_t needed =
+        RoutedMoe::workspace_bytes_for(kCase.problem(), weights, options).value();
+    // More than the layer needs: all that it is given is the layer's.
+    const int64_t bytes = round_up(needed, kWorkspaceAlignment) + kWorkspaceAlignment;
+    const auto memory = poisoned_workspace(bytes + round_up(hidden_bytes, kWorkspaceAlignment));
+    options.workspace = {memory.get(), bytes};
+    RoutedMoe moe = RoutedMoe::create(kCase.problem(), weights, options).value();
+    test::PoisonedBuffer<uint16_t> result(kCase.tokens * kCase.hidden_size);
+    const TensorView apart{
+        result.data(), DType::kBF16, {kCase.tokens, kCase.hidden_size}, Device::cpu()};
+    const auto expect_refused = [&](const MoeInputs& inputs,
+                                    const TensorView& out,
+                                    const std::string& begin,
+                                    const std::string& over) {
+      const Status status = moe.forward(inputs, out);
+      EXPECT_EQ(status.code(), ErrorCode::kInvalidOutput) << status.to_string();
+      EXPECT_EQ(status.message().rfind(begin, 0), 0U) << status.message();
+      EXPECT_NE(status.message().find(" over " + over + " at [0x"), std::string::npos)
+          << status.message();
+    };
+    const MoeInputs good = data.inputs(kCase);
+    for (const int64_t offset : {int64_t{0}, bytes - 16}) {
+      std::byte* inside = memory.get() + offset;
+      TensorView out = apart;
+      out.data = inside;
+      expect_refused(
+          good, out, "out: expected memory that overlaps no workspace, got [0x", "workspace");
+      const std::string begin = "workspace: expected memory that overlaps no input, got [0x";
+      MoeInputs inputs = good;
+      inputs.hidden_states.data = inside;
+      expect_refused(inputs, apart, begin, "hidden_states");
+      inputs = good;
+      inputs.routing_map.data = inside;
+      expect_refused(inputs, apart, begin, "routing_map");
+      inputs = good;
+      inputs.probabilities.data = inside;
+      expect_refused(inputs, apart, begin, "probabilities");
+    }
+    EXPECT_TRUE(result.untouched());
+    for (int64_t i = 0; i < bytes; ++i)
+      ASSERT_EQ(memory.get()[i], std::byte{0xFF}) << "a refused forward wrote to the workspace";
+
+    // Touching is not overlapping.
+    TensorView out = apart;
+    out.data = memory.get() + bytes;
+    EXPECT_EQ(moe.forward(good, out).to_string(), "ok");
+  }
+}
+
 TEST(Workspace, QueryFailsAsCreateDoes) {
   const ExpertWeights weights = test::make_weights(kCase);
   MoeProblem problem = kCase.problem();

@@ -51,7 +51,7 @@ typedef enum hx_status {
   HX_INVALID_ARGUMENT = 8,     /* a scalar argument out of range, or a struct of unknown size */
   HX_ACTIVATION_MISMATCH = 9,  /* gated weights with a non-gated activation, or the reverse */
   HX_UNSUPPORTED = 10,         /* valid, but not implemented */
-  HX_INVALID_OUTPUT = 11,      /* out: shape, dtype, layout or overlap */
+  HX_INVALID_OUTPUT = 11,      /* out: shape, dtype, layout; any memory that is written: overlap */
   HX_NULL_POINTER = 12,        /* a null argument, or null data with a non-zero size */
   HX_MISALIGNED = 13,          /* base address alignment */
   HX_TOO_LARGE = 14,           /* more tokens than planned, or an index past int32 */
@@ -309,8 +309,8 @@ typedef struct hx_moe_options {
   int32_t num_threads;     /* CPU; 0: the OpenMP default. No result depends on it. */
   int32_t batch_invariant; /* 1: a token's output does not depend on the others, bit for bit */
   void* workspace;         /* of the caller, aligned to HX_WORKSPACE_ALIGNMENT; NULL: one is made */
-  int64_t workspace_bytes; /* at least hx_moe_workspace_bytes_for(); layers may share a workspace */
-                           /* when their forwards do not overlap */
+  int64_t workspace_bytes; /* at least hx_moe_workspace_bytes_for(), all the layer's during a */
+                           /* forward; layers may share them when no two run at a time */
 } hx_moe_options;
 #define HX_WORKSPACE_ALIGNMENT 256
 #define HX_MOE_OPTIONS_INIT \
@@ -351,8 +351,9 @@ HX_API void hx_moe_free(hx_moe* moe);
  *
  *   out[i] = sum over slots s of probabilities[i, s] * expert(routing_map[i, s], hidden_states[i])
  *
- * out      [T, H] bf16 (rounded once) or f32 (the unrounded sum), packed, overlapping no input. Rows
- *          [0, R) are overwritten, R = min(T, token_capacity) under use_bounded_rows and T otherwise.
+ * out      [T, H] bf16 (rounded once) or f32 (the unrounded sum), packed. Rows [0, R) are overwritten,
+ *          R = min(T, token_capacity) under use_bounded_rows and T otherwise.
+ *          Inputs, out and the workspace of the options lie apart; inputs may share memory with each other.
  * returns  HX_SHAPE_MISMATCH, _INVALID_SHAPE, _INVALID_DTYPE, _NOT_CONTIGUOUS, _INVALID_OUTPUT,
  *          _INVALID_ARGUMENT, _DEVICE_MISMATCH, _NULL_POINTER, _MISALIGNED, _TOO_LARGE, _DEVICE_ERROR */
 HX_API hx_status hx_moe_forward(hx_moe* moe,

@@ -64,8 +64,9 @@ struct MoeOptions {
   /// No result depends on it.
   bool overlap_launches = true;
   /// On the device of the weights, at least workspace_bytes_for() bytes, aligned to
-  /// kWorkspaceAlignment. Layers whose forwards do not overlap may share it. Null: create()
-  /// allocates one for the layer.
+  /// kWorkspaceAlignment. All its bytes belong to the layer during a forward: no argument may lie
+  /// there. Layers may share it when no two of them run at a time. Null: create() allocates one for
+  /// the layer.
   WorkspaceView workspace{};
 };
 
@@ -115,9 +116,10 @@ class RoutedMoe {
   ///
   ///   out[i] = sum over slots s of probabilities[i, s] * expert(routing_map[i, s], hidden_states[i])
   ///
-  /// @param out  [T, H] bf16 (rounded once) or f32 (the unrounded sum), packed, overlapping no
-  ///             input. Rows [0, R) are fully overwritten, R = min(T, token_capacity) under
-  ///             use_bounded_rows and T otherwise; later rows keep their content.
+  /// @param out  [T, H] bf16 (rounded once) or f32 (the unrounded sum), packed. Rows [0, R) are
+  ///             fully overwritten, R = min(T, token_capacity) under use_bounded_rows and T
+  ///             otherwise; later rows keep their content. Inputs, `out` and options.workspace lie
+  ///             apart; inputs may share memory with each other.
   /// @return kOk; kShapeMismatch, kInvalidShape, kInvalidDtype, kNotContiguous, kInvalidOutput,
   ///         kInvalidArgument, kDeviceMismatch, kNullPointer, kMisaligned, kTooLarge; kDeviceError
   ///         once the device failed, from then on always. Nothing is written when a check fails.

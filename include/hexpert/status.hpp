@@ -22,7 +22,7 @@ enum class ErrorCode : int {
   kInvalidArgument = 8,     // a scalar argument out of range
   kActivationMismatch = 9,  // gated weights with a non-gated activation, or the reverse
   kUnsupported = 10,        // valid, but not implemented by this backend
-  kInvalidOutput = 11,      // `out`: shape, dtype, layout or overlap
+  kInvalidOutput = 11,      // `out`: shape, dtype, layout; any memory that is written: overlap
   kNullPointer = 12,        // null data with a non-zero size
   kMisaligned = 13,         // base address alignment
   kTooLarge = 14,           // an index would not fit in int32

@@ -203,9 +203,9 @@ local_expert_offset  the weights are experts [offset, offset + num_local_experts
 activation           alpha, beta and limit belong to SWIGLU_OAI, situ_b and situ_c (> 0) to SITU
 num_threads          CPU; 0: the OpenMP default. No result depends on it.
 batch_invariant      a token's output does not depend on the other tokens of the call, bit for bit
-workspace            packed uint8 memory on the device of the weights, aligned to 256 bytes, which layers may share
-                     when their forwards do not overlap. Default: one is made. Too small: ValueError says what
-                     is needed.
+workspace            packed uint8 memory on the device of the weights, aligned to 256 bytes, where no argument of
+                     forward() may lie. Layers may share it when no two of them run at a time. Default: one is
+                     made. Too small: ValueError says what is needed.
 
 Raises ValueError (arguments, activation), UnsupportedError (backend), MemoryError.)");
   bind_planned(layer,
@@ -235,8 +235,8 @@ Raises ValueError (arguments, activation), UnsupportedError (backend), MemoryErr
 hidden_states     [tokens, hidden_size] bf16, packed. tokens <= max_tokens, 0 included.
 routing_map       [tokens, top_k] int32 or int64, packed: global expert ids; -1 and ids of others are skipped
 probabilities     [tokens, top_k] float32, packed; applied as given
-out               [tokens, hidden_size] bf16 (rounded once) or float32 (the unrounded sum), packed. Default: a
-                  new array like hidden_states.
+out               [tokens, hidden_size] bf16 (rounded once) or float32 (the unrounded sum), packed, apart from
+                  the inputs and from a given workspace. Default: a new array like hidden_states.
 token_capacity    with use_bounded_rows: only rows [0, token_capacity) are read and written; later rows of
                   `out` keep their content, and are zero in a new one
 stream            a cudaStream_t as int. Default: the current stream of the framework of hidden_states.

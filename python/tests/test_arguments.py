@@ -354,3 +354,24 @@ def test_bounded_rows(layer):
     assert plan.forward(*layer.inputs, out, token_capacity=4, use_bounded_rows=True) is out
     assert (out[4:] == 7).all() and not (out[:4] == 7).any()
     assert np.array_equal(from_bf16(plan.forward(*layer.inputs, token_capacity=2)), full), "not bounded"
+
+
+def test_workspace_overlaps_no_argument(layer):
+    weights = layer.weights()
+    needed = hexpert.RoutedMoe.workspace_bytes_for(weights, **layer.problem)
+    memory = np.zeros(needed + 512, np.uint8)
+    start = -memory.ctypes.data % 256
+    workspace = memory[start : start + needed]
+    plan = layer.plan(weights, workspace=workspace)
+
+    def inside(like):
+        return workspace[: like.nbytes].view(like.dtype).reshape(like.shape)
+
+    out = workspace[: 6 * 48 * 4].view(np.float32).reshape(6, 48)
+    refuses(ValueError, "out: expected memory that overlaps no workspace, got [", plan.forward, *layer.inputs, out)
+    for i, name in enumerate(("hidden_states", "routing_map", "probabilities")):
+        inputs = [*layer.inputs]
+        inputs[i] = inside(inputs[i])
+        refuses(ValueError, "workspace: expected memory that overlaps no input, got [", plan.forward, *inputs)
+        refuses(ValueError, f" over {name} at [", plan.forward, *inputs)
+    assert not memory.any(), "a refused forward wrote to the workspace"

@@ -4,9 +4,11 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <initializer_list>
 #include <limits>
 #include <new>
 
+#include "core/overlap.hpp"
 #include "core/threads.hpp"
 #include "moe/activation.hpp"
 #include "moe/routed_moe_impl.hpp"
@@ -144,24 +146,20 @@ Status check_memory(const Argument& a, const RoutedMoe::Impl& impl, int64_t alig
   return impl.backend->check_memory(a.name, a.view.data, device);
 }
 
-Status check_no_overlap(const Argument& out, const Argument& input) {
-  const auto begin = [](const Argument& a) { return reinterpret_cast<uintptr_t>(a.view.data); };
-  const auto end = [&](const Argument& a) {
-    return begin(a) + static_cast<uintptr_t>(size_bytes(a.view));
-  };
-  const bool empty = size_bytes(out.view) == 0 || size_bytes(input.view) == 0;
-  if (!empty && begin(out) < end(input) && begin(input) < end(out)) {
-    return fail(
-        ErrorCode::kInvalidOutput,
-        "out: expected memory that overlaps no input, got [{:#x}, {:#x}) over {} at [{:#x}, "
-        "{:#x})",
-        begin(out),
-        end(out),
-        input.name,
-        begin(input),
-        end(input));
+MemoryRange range_of(const Argument& a) {
+  return {a.name, a.view.data, size_bytes(a.view)};
+}
+
+// What the stages write, `out` and the workspace, lies apart from what they read and each other.
+Status check_overlaps(std::initializer_list<MemoryRange> inputs,
+                      const MemoryRange& out,
+                      const WorkspaceView& given) {
+  const MemoryRange workspace{"workspace", given.data, given.bytes};
+  for (const MemoryRange& input : inputs) {
+    HX_RETURN_IF_ERROR(check_no_overlap(out, input, "input"));
+    HX_RETURN_IF_ERROR(check_no_overlap(workspace, input, "input"));
   }
-  return Status::success();
+  return check_no_overlap(out, workspace, "workspace");
 }
 
 Status check_forward(const RoutedMoe::Impl& impl,
@@ -225,10 +223,9 @@ Status check_forward(const RoutedMoe::Impl& impl,
   HX_RETURN_IF_ERROR(check_memory(routing, impl, size_of(routing.view.dtype)));
   HX_RETURN_IF_ERROR(check_memory(probabilities, impl, size_of(DType::kF32)));
   HX_RETURN_IF_ERROR(check_memory(out, impl, kBaseAlignment));
-  for (const Argument* input : {&hidden, &routing, &probabilities}) {
-    HX_RETURN_IF_ERROR(check_no_overlap(out, *input));
-  }
-  return Status::success();
+  return check_overlaps({range_of(hidden), range_of(routing), range_of(probabilities)},
+                        range_of(out),
+                        impl.options.workspace);
 }
 
 Status run_forward(RoutedMoe::Impl& impl,
