@@ -279,6 +279,27 @@ TEST_F(CApiErrors, QuantizeMatrix) {
          "out.codes: expected memory of cuda:0, got cpu");
 }
 
+TEST_F(CApiErrors, QuantizeOverlaps) {
+  scales_.dl.data = codes_memory_.data();
+  expect_start(quantize(),
+               HX_INVALID_OUTPUT,
+               "out.codes: expected memory that overlaps no other output, got [");
+  scales_.dl.data = hidden_memory_.data();
+  expect_start(
+      quantize(), HX_INVALID_OUTPUT, "out.block_scales: expected memory that overlaps no input");
+  nvfp4_.per_row = 0;
+  outer_.shape[0] = 1;
+  expect_start(hx_quantize_matrix(&hidden_, &nvfp4_, nullptr, nullptr),
+               HX_INVALID_OUTPUT,
+               "out.block_scales: expected memory that overlaps no input");
+  scales_.dl.data = scales_memory_.data();
+  codes_.dl.data = out_memory_.data();
+  expect_start(hx_dequantize(&nvfp4_, &out_, nullptr),
+               HX_INVALID_OUTPUT,
+               "out: expected memory that overlaps no input, got [");
+  EXPECT_TRUE(out_memory_.untouched() && codes_memory_.untouched() && scales_memory_.untouched());
+}
+
 TEST_F(CApiErrors, Dequantize) {
   const auto dequantize = [&] { return hx_dequantize(&nvfp4_, &out_, nullptr); };
   out_.dl.dtype = kF64;

@@ -104,6 +104,40 @@ TEST(Dequantize, RefusesBadViewsAndWritesNothing) {
   EXPECT_TRUE(out.untouched());
 }
 
+TEST(Dequantize, RefusesOutOverItsInput) {
+  constexpr int64_t kOutBytes = kRows * kCols * 4;
+  PoisonedBuffer<float> out(kRows * kCols + 128);
+  auto* const bytes = reinterpret_cast<uint8_t*>(out.data());
+  const Matrix m;
+  const auto call = [&](const ConstNvfp4View& in) {
+    return dequantize(in, {out.data(), DType::kF32, {kRows, kCols}});
+  };
+  const auto expect = [&](const ConstNvfp4View& in, const std::string& name) {
+    const Status status = call(in);
+    expect_begins(
+        status, ErrorCode::kInvalidOutput, "out: expected memory that overlaps no input, got [0x");
+    EXPECT_NE(status.message().find(" over in." + name + " at [0x"), std::string::npos)
+        << status.message();
+  };
+  for (const int64_t offset : {int64_t{0}, kOutBytes - 4}) {
+    ConstNvfp4View in = m.view;
+    in.codes = bytes + offset;
+    expect(in, "codes");
+    in = m.view;
+    in.block_scales = bytes + offset;
+    expect(in, "block_scales");
+    in = m.view;
+    in.outer = reinterpret_cast<const float*>(bytes + offset);
+    expect(in, "outer");
+  }
+  EXPECT_TRUE(out.untouched());
+
+  // Touching is not overlapping, and parts that are only read may share memory.
+  ConstNvfp4View in = m.view;
+  in.codes = in.block_scales = bytes + kOutBytes;
+  EXPECT_EQ(call(in).to_string(), "ok");
+}
+
 TEST(Dequantize, ToBf16RoundsToNearestEven) {
   Matrix m;
   m.outer.assign(kRows, 1.00390625F);  // 1 + 2^-8: half a BF16 step above 1

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <cstring>
 #include <string>
 #include <vector>
 
@@ -390,6 +391,77 @@ TEST(Quantize, BadArgumentsAreNamedAndNothingIsWritten) {
         << call.what << ": " << call.status.to_string();
   }
   EXPECT_TRUE(q.untouched());
+}
+
+TEST(Quantize, OverlapsAreRefusedAndNothingIsWritten) {
+  constexpr int64_t kRows = 4;
+  constexpr int64_t kCols = 64;
+  constexpr int64_t kStride = 128;
+  constexpr int64_t kInputBytes = ((kRows - 1) * kStride + kCols) * 2;
+  // The input, and room before and behind it for a part of the output.
+  PoisonedBuffer<uint8_t> memory(kInputBytes + 2 * 512);
+  uint8_t* const input = memory.data() + 512;
+  for (const bool per_row : {true, false}) {
+    Quantized q(kRows, kCols, per_row);
+    const auto quantize = [&](int64_t rows, const Nvfp4View& out) {
+      ConstTensorView view = bf16_view(input, rows, kCols);
+      view.strides[0] = kStride;
+      return per_row ? quantize_tokens(view, kCols, out) : quantize_matrix(view, out);
+    };
+    const std::string name = per_row ? "hidden_states" : "matrix";
+    const auto expect =
+        [&](const Status& status, const std::string& part, const std::string& over) {
+          const std::string kind = over == name ? "input" : "other output";
+          EXPECT_EQ(status.code(), ErrorCode::kInvalidOutput) << status.to_string();
+          EXPECT_EQ(status.message().rfind(
+                        part + ": expected memory that overlaps no " + kind + ", got [0x", 0),
+                    0U)
+              << status.message();
+          EXPECT_NE(status.message().find(" over " + over + " at [0x"), std::string::npos)
+              << status.message();
+        };
+    // At the first bytes of the input, between two of its rows, and at the last ones.
+    for (const int64_t offset : {int64_t{0}, kCols * 2, kInputBytes - 32}) {
+      Nvfp4View out = q.view;
+      out.codes = input + offset;
+      expect(quantize(kRows, out), "out.codes", name);
+      out = q.view;
+      out.block_scales = input + offset;
+      expect(quantize(kRows, out), "out.block_scales", name);
+      out = q.view;
+      out.outer = reinterpret_cast<float*>(input + offset);
+      expect(quantize(kRows, out), "out.outer", name);
+    }
+    Nvfp4View out = q.view;
+    out.block_scales = q.codes.data() + kRows * kCols / 2 - 16;
+    expect(quantize(kRows, out), "out.codes", "out.block_scales");
+    out = q.view;
+    out.outer = reinterpret_cast<float*>(q.codes.data() + kRows * kCols / 2 - 4);
+    expect(quantize(kRows, out), "out.codes", "out.outer");
+    out = q.view;
+    out.outer = reinterpret_cast<float*>(q.scales.data() + kRows * kCols / 16 - 4);
+    expect(quantize(kRows, out), "out.block_scales", "out.outer");
+    // The padding of tiled scales is written too.
+    out = q.view;
+    out.scale_layout = ScaleLayout::k128x4;
+    out.block_scales = input - 512 + 16;
+    expect(quantize(kRows, out), "out.block_scales", name);
+    EXPECT_TRUE(q.untouched() && memory.untouched());
+  }
+  // Touching is not overlapping; the stride of a single row means nothing.
+  std::memset(memory.data(), 0, static_cast<size_t>(memory.size()));
+  Quantized q(kRows, kCols, true);
+  ConstTensorView view = bf16_view(input, kRows, kCols);
+  view.strides[0] = kStride;
+  Nvfp4View out = q.view;
+  out.codes = input + kInputBytes;
+  out.block_scales = input - 16;
+  EXPECT_EQ(quantize_tokens(view, kCols, out).to_string(), "ok");
+  view = bf16_view(input, 1, kCols);
+  view.strides[0] = kStride;
+  out.rows = 1;
+  out.codes = input + kCols * 2;
+  EXPECT_EQ(quantize_tokens(view, kCols, out).to_string(), "ok");
 }
 
 }  // namespace

@@ -138,20 +138,23 @@ typedef struct hx_quantize_options {
  *                      rows may be strided, columns not.
  * padded_hidden_size   >= hidden_size, a multiple of 16; the columns between are zero.
  * out                  tokens rows, padded_hidden_size columns, per_row 1; in memory of the same device.
+ *                      Its three parts lie apart from each other and from hidden_states.
  * options              NULL: defaults.
  * returns              HX_INVALID_SHAPE, _INVALID_DTYPE, _NOT_CONTIGUOUS, _INVALID_ARGUMENT, _NULL_POINTER,
- *                      _MISALIGNED, _DEVICE_MISMATCH */
+ *                      _MISALIGNED, _DEVICE_MISMATCH, _INVALID_OUTPUT (overlap) */
 HX_API hx_status hx_quantize_tokens(const DLTensor* hidden_states,
                                     int64_t padded_hidden_size,
                                     const hx_nvfp4* out,
                                     const hx_quantize_options* options,
                                     void* stream);
-/* Quantizes one weight matrix [rows, cols] bf16, cols % 16 == 0, with one scale; out has per_row 0. */
+/* Quantizes one weight matrix [rows, cols] bf16, cols % 16 == 0, with one scale; out has per_row 0. In host
+ * memory; otherwise as hx_quantize_tokens(). */
 HX_API hx_status hx_quantize_matrix(const DLTensor* matrix,
                                     const hx_nvfp4* out,
                                     const hx_quantize_options* options,
                                     void* stream);
-/* Expands to out, [rows, cols] f32 or bf16 (rounded to nearest even), packed. */
+/* Expands to out, [rows, cols] f32 or bf16 (rounded to nearest even), packed, overlapping no part of in. All
+ * in host memory. HX_INVALID_OUTPUT: overlap. */
 HX_API hx_status hx_dequantize(const hx_nvfp4* in, const DLTensor* out, void* stream);
 
 /* ---- Weights ---- */

@@ -33,10 +33,12 @@ struct QuantizeOptions {
 /// @param padded_hidden_size  >= hidden_size, a multiple of 16. Columns past hidden_size are zero:
 ///                            code 0 and block scale 0x00 (0x7F in a row that holds a NaN).
 /// @param out                 rows = tokens, cols = padded_hidden_size, per_row = true; on the device of
-///                            hidden_states, where CUDA takes linear scales only.
+///                            hidden_states, where CUDA takes linear scales only. Its three parts
+///                            lie apart from each other and from hidden_states, gaps between rows
+///                            included.
 /// @return kOk; kInvalidShape, kInvalidDtype, kNotContiguous, kInvalidArgument, kNullPointer,
-///         kMisaligned, kDeviceMismatch; kUnsupported (four_over_six, tiled scales on CUDA),
-///         kUnsupportedDevice, kDeviceError.
+///         kMisaligned, kDeviceMismatch, kInvalidOutput (overlap); kUnsupported (four_over_six,
+///         tiled scales on CUDA), kUnsupportedDevice, kDeviceError.
 /// @post   The same bytes on every backend and for every number of threads. A NaN poisons its own
 ///         row only: outer NaN, block scales 0x7F, codes 0. tokens == 0 succeeds.
 /// Source: docs/format.md sections 2 and 3.
@@ -48,19 +50,20 @@ Status quantize_tokens(const ConstTensorView& hidden_states,
 /// Quantizes one weight matrix with a single FP32 scale.
 ///
 /// @param matrix  [rows, cols] bf16 in host memory, cols % 16 == 0; rows may be strided, columns not.
-/// @param out     Same rows and cols, per_row = false, any scale layout. Padding bytes of a tiled
-///                scale layout are written as 0x00.
+/// @param out     Same rows and cols, per_row = false, any scale layout; parts apart as for
+///                quantize_tokens. Padding bytes of a tiled scale layout are written as 0x00.
 /// @return As quantize_tokens.
 /// @post   A NaN poisons the whole matrix: outer NaN, block scales 0x7F, codes 0.
 Status quantize_matrix(const ConstTensorView& matrix,
                        const Nvfp4View& out,
                        const QuantizeOptions& options = {});
 
-/// Expands NVFP4 to f32 or bf16 (rounded to nearest even).
+/// Expands NVFP4 to f32 or bf16 (rounded to nearest even). All in host memory.
 ///
 /// @param in   Any scale layout, per row or per matrix.
-/// @param out  [rows, cols] f32 or bf16, packed.
-/// @return kOk; kShapeMismatch, kInvalidDtype, kNotContiguous, kNullPointer.
+/// @param out  [rows, cols] f32 or bf16, packed, overlapping no part of `in`.
+/// @return kOk; kInvalidShape, kShapeMismatch, kInvalidDtype, kNotContiguous, kDeviceMismatch,
+///         kNullPointer, kMisaligned, kInvalidOutput (overlap).
 Status dequantize(const ConstNvfp4View& in, const TensorView& out);
 
 /// How far NVFP4 values are from the values they replace. Sums are kept in f64, so statistics of

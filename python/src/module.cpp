@@ -252,8 +252,8 @@ void bind_quantize(nb::module_& m) {
 hidden_states       [tokens, hidden_size] bf16; rows may be strided, columns not. tokens may be 0.
 padded_hidden_size  >= hidden_size, a multiple of 16 (default: the next one). The columns between are
                     zero.
-out                 (codes, block_scales, token_scales) to write into, packed. Default: new arrays of
-                    the framework and device of hidden_states.
+out                 (codes, block_scales, token_scales) to write into, packed, apart from each other and
+                    from hidden_states. Default: new arrays of the framework and device of hidden_states.
 four_over_six       picks the optional quantizer of docs/format.md section 3, with e4m3_max 448 or 256.
 num_threads         0: the OpenMP default. No result depends on it.
 stream              a cudaStream_t as int. Default: the current stream of the framework of hidden_states.
@@ -261,7 +261,8 @@ stream              a cudaStream_t as int. Default: the current stream of the fr
 Returns (codes [tokens, padded_hidden_size / 2] uint8, block_scales [tokens, padded_hidden_size / 16]
 uint8 E4M3, token_scales [tokens] float32). A NaN poisons its own row only.
 
-Raises TypeError (element type), ValueError (shape, layout, size, device, alignment), MemoryError.)");
+Raises TypeError (element type), ValueError (shape, layout, size, device, alignment, read-only or overlapping
+out), MemoryError.)");
   m.def(
       "quantize_matrix",
       [](nb::handle x,
@@ -293,7 +294,7 @@ Raises TypeError (element type), ValueError (shape, layout, size, device, alignm
               "num_threads: int = 0) -> tuple[typing.Any, typing.Any, typing.Any]"),
       R"(Quantizes one weight matrix to NVFP4 with a single FP32 scale.
 
-matrix  [rows, cols] bf16, cols % 16 == 0; rows may be strided, columns not.
+matrix  [rows, cols] bf16 in host memory, cols % 16 == 0; rows may be strided, columns not.
 
 Returns (codes [rows, cols / 2] uint8, block_scales uint8 E4M3 in scale_layout, alpha [1] float32). A NaN
 poisons the whole matrix. Other arguments and errors as for quantize_tokens.)");
@@ -308,14 +309,15 @@ poisons the whole matrix. Other arguments and errors as for quantize_tokens.)");
         nb::sig("def dequantize(codes: typing.Any, block_scales: typing.Any, outer: typing.Any, *, "
                 "out: typing.Any | None = None, scale_layout: ScaleLayout = ...) "
                 "-> typing.Any"),
-        R"(Expands NVFP4 to numbers.
+        R"(Expands NVFP4 to numbers. All arrays are in host memory.
 
 codes         [rows, cols / 2] uint8, packed; element 2j in the low nibble of byte j
 block_scales  uint8 or float8_e4m3fn, packed, in scale_layout
 outer         float32 decode scales: [rows], or [1] for the whole matrix
-out           [rows, cols] float32 or bf16 (rounded to nearest even), packed. Default: new float32.
+out           [rows, cols] float32 or bf16 (rounded to nearest even), packed, overlapping none of the others.
+              Default: new float32.
 
-Raises TypeError (element type), ValueError (shape, layout, device).)");
+Raises TypeError (element type), ValueError (shape, layout, device, read-only or overlapping out).)");
 }
 
 }  // namespace

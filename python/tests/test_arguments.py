@@ -375,3 +375,34 @@ def test_workspace_overlaps_no_argument(layer):
         refuses(ValueError, "workspace: expected memory that overlaps no input, got [", plan.forward, *inputs)
         refuses(ValueError, f" over {name} at [", plan.forward, *inputs)
     assert not memory.any(), "a refused forward wrote to the workspace"
+
+
+def test_quantizer_overlaps(layer):
+    x = layer.hidden_states
+    codes, scales, outer = (aligned(a) for a in hexpert.quantize_tokens(x))
+    for quantize, scale in ((hexpert.quantize_tokens, outer), (hexpert.quantize_matrix, outer[:1])):
+        inside = x.reshape(-1).view(np.uint8)[: codes.size].reshape(codes.shape)
+        before = x.copy()
+        refuses(ValueError, "out.codes: expected memory that overlaps no input", quantize, x, out=(inside, scales, scale))
+        shared = codes.reshape(-1)[: scales.size].reshape(scales.shape)
+        refuses(
+            ValueError,
+            "out.codes: expected memory that overlaps no other output",
+            quantize,
+            x,
+            out=(codes, shared, scale),
+        )
+        assert np.array_equal(x, before), "a refused call wrote"
+    memory = aligned(np.zeros((6, 48), np.float32))
+    inside = memory.reshape(-1).view(np.uint8)[: codes.size].reshape(codes.shape)
+    inside[...] = codes
+    refuses(
+        ValueError,
+        "out: expected memory that overlaps no input",
+        hexpert.dequantize,
+        inside,
+        scales,
+        outer,
+        out=memory,
+    )
+    assert np.array_equal(inside, codes), "a refused call wrote"

@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include "core/overlap.hpp"
+
 namespace hexpert {
 namespace {
 
@@ -11,6 +13,31 @@ constexpr int64_t kMaxElements = int64_t{1} << 56;
 bool product_fits(int64_t a, int64_t b) {
   int64_t product = 0;
   return !__builtin_mul_overflow(a, b, &product) && product <= kMaxElements;
+}
+
+// Bytes of the parts of a quantized matrix.
+struct Nvfp4Bytes {
+  int64_t codes;
+  int64_t block_scales;
+  int64_t outer;
+};
+
+Nvfp4Bytes bytes_of(const ConstNvfp4View& view) {
+  const int64_t elements = view.rows * view.cols;
+  return {elements / 2,
+          elements == 0 ? 0 : block_scale_bytes(view.scale_layout, view.rows, view.cols),
+          (view.per_row    ? view.rows
+           : elements == 0 ? 0
+                           : 1) *
+              4};
+}
+
+// Of a matrix with strided rows, the gaps between them included.
+int64_t extent_bytes(const ConstTensorView& view) {
+  const int64_t rows = view.shape[0];
+  if (rows == 0) return 0;
+  const int64_t last_row = rows == 1 ? 0 : (rows - 1) * view.strides[0];
+  return (last_row + view.shape[1]) * size_of(view.dtype);
 }
 
 }  // namespace
@@ -88,18 +115,42 @@ Status check_nvfp4(const char* name, const ConstNvfp4View& view, bool aligned) {
                         view.rows,
                         view.cols)};
   }
-  const int64_t elements = view.rows * view.cols;
-  const int64_t scale_bytes =
-      elements == 0 ? 0 : block_scale_bytes(view.scale_layout, view.rows, view.cols);
-  const int64_t outer_count = view.per_row ? view.rows : elements == 0 ? 0 : 1;
-  const auto pointer = [&](const char* member, const void* data, int64_t bytes, int64_t alignment) {
-    return check_pointer(fmt::format("{}.{}", name, member).c_str(), data, bytes, alignment);
+  const Nvfp4Bytes bytes = bytes_of(view);
+  const auto pointer = [&](const char* member, const void* data, int64_t size, int64_t alignment) {
+    return check_pointer(fmt::format("{}.{}", name, member).c_str(), data, size, alignment);
   };
   HX_RETURN_IF_ERROR(
-      pointer("codes", view.codes, elements / 2, aligned ? kCodesAlignment : kNoAlignment));
-  HX_RETURN_IF_ERROR(pointer(
-      "block_scales", view.block_scales, scale_bytes, aligned ? kScaleAlignment : kNoAlignment));
-  return pointer("outer", view.outer, outer_count * 4, kOuterAlignment);
+      pointer("codes", view.codes, bytes.codes, aligned ? kCodesAlignment : kNoAlignment));
+  HX_RETURN_IF_ERROR(pointer("block_scales",
+                             view.block_scales,
+                             bytes.block_scales,
+                             aligned ? kScaleAlignment : kNoAlignment));
+  return pointer("outer", view.outer, bytes.outer, kOuterAlignment);
+}
+
+Status check_quantize_overlap(const char* name,
+                              const ConstTensorView& input,
+                              const Nvfp4View& out) {
+  const Nvfp4Bytes bytes = bytes_of(as_const(out));
+  const MemoryRange parts[] = {{"out.codes", out.codes, bytes.codes},
+                               {"out.block_scales", out.block_scales, bytes.block_scales},
+                               {"out.outer", out.outer, bytes.outer}};
+  const MemoryRange read{name, input.data, extent_bytes(input)};
+  for (const MemoryRange& part : parts)
+    HX_RETURN_IF_ERROR(check_no_overlap(part, read, "input"));
+  return check_no_overlap(parts);
+}
+
+Status check_dequantize_overlap(const ConstNvfp4View& in, const TensorView& out) {
+  const Nvfp4Bytes bytes = bytes_of(in);
+  const MemoryRange written{"out", out.data, extent_bytes(out)};
+  for (const MemoryRange& part :
+       {MemoryRange{"in.codes", in.codes, bytes.codes},
+        MemoryRange{"in.block_scales", in.block_scales, bytes.block_scales},
+        MemoryRange{"in.outer", in.outer, bytes.outer}}) {
+    HX_RETURN_IF_ERROR(check_no_overlap(written, part, "input"));
+  }
+  return Status::success();
 }
 
 }  // namespace hexpert

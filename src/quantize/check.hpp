@@ -27,6 +27,13 @@ Status check_bf16_matrix(const char* name,
 // rows * cols fits in 64 bits, cols is a multiple of 16, and the three pointers are there.
 Status check_nvfp4(const char* name, const ConstNvfp4View& view, bool aligned);
 
+// Of a quantizer's arguments that passed the checks above: the three parts of `out` lie apart from
+// each other and from `input`, all of it from its first to its last element.
+Status check_quantize_overlap(const char* name, const ConstTensorView& input, const Nvfp4View& out);
+
+// Likewise `out` from the three parts of `in`, which are only read and may overlap.
+Status check_dequantize_overlap(const ConstNvfp4View& in, const TensorView& out);
+
 inline ConstNvfp4View as_const(const Nvfp4View& v) {
   return {v.codes, v.block_scales, v.outer, v.rows, v.cols, v.per_row, v.scale_layout};
 }

@@ -70,6 +70,7 @@ Status dequantize(const ConstNvfp4View& in, const TensorView& out) {
   if (in.rows == 0 || in.cols == 0) return {};
   const int64_t element = size_of(out.dtype);
   HX_RETURN_IF_ERROR(check_pointer("out", out.data, in.rows * in.cols * element, element));
+  HX_RETURN_IF_ERROR(check_dequantize_overlap(in, out));
   if (out.dtype == DType::kF32) {
     dequantize_rows(in, out.as<float>());
   } else {

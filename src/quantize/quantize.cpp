@@ -190,6 +190,7 @@ Status quantize_tokens(const ConstTensorView& hidden_states,
   }
   HX_RETURN_IF_ERROR(check_options(options));
   HX_RETURN_IF_ERROR(check_out(out, hidden_states.shape[0], padded_hidden_size, true));
+  HX_RETURN_IF_ERROR(check_quantize_overlap("hidden_states", hidden_states, out));
   if (hidden_states.device != Device::cpu()) {
     return quantize_tokens_there(hidden_states, out, options);
   }
@@ -224,6 +225,7 @@ Status quantize_matrix(const ConstTensorView& matrix,
   }
   HX_RETURN_IF_ERROR(check_options(options));
   HX_RETURN_IF_ERROR(check_out(out, matrix.shape[0], matrix.shape[1], false));
+  HX_RETURN_IF_ERROR(check_quantize_overlap("matrix", matrix, out));
 
   const Source source = source_of(matrix);
   const cpu::Kernels& kernels = cpu::best_kernels();
