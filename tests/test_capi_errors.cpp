@@ -189,6 +189,12 @@ TEST_F(CApiErrors, Canonical) {
   expect(hx_weights_export_canonical(weights_.handle, &canonical, nullptr),
          HX_INVALID_DTYPE,
          "fc1_alpha: expected f32, got [4, 16] u8");
+  AlignedVector<float> alphas(kExperts);
+  const Tensor alpha(alphas.data(), kF32, {kExperts});
+  canonical.fc1_alpha = canonical.fc2_alpha = &alpha;
+  expect_start(hx_weights_export_canonical(weights_.handle, &canonical, nullptr),
+               HX_INVALID_OUTPUT,
+               "fc1_alpha: expected memory that overlaps no other output, got [");
   canonical = HX_CANONICAL_WEIGHTS_INIT;
   EXPECT_EQ(hx_weights_import_canonical(weights_.handle, &canonical, nullptr), HX_NULL_POINTER);
   EXPECT_NE(std::string(hx_last_error()).find("fc1_data"), std::string::npos);
@@ -205,6 +211,14 @@ TEST_F(CApiErrors, Projection) {
              weights_.handle, 0, static_cast<hx_projection_kind>(3), &out, nullptr),
          HX_INVALID_ARGUMENT,
          "projection: expected 0..2, got 3");
+  const Tensor codes(out_memory_.data(), kU8, {kInter, kHidden / 2});
+  const Tensor scales(out_memory_.data(), kU8, {kInter, kHidden / 16});
+  out.codes = &codes;
+  out.block_scales = &scales;
+  expect_start(hx_weights_export_projection(weights_.handle, 0, HX_UP, &out, nullptr),
+               HX_INVALID_OUTPUT,
+               "codes: expected memory that overlaps no other output, got [");
+  EXPECT_TRUE(out_memory_.untouched());
   expect(hx_weights_set_quantized_expert(weights_.handle, 0, nullptr, &out, &out, nullptr),
          HX_NULL_POINTER,
          "gate: expected a pointer, got null");

@@ -271,6 +271,52 @@ TEST(Weights, GateAndUpKeepTheirOwnAlphas) {
   EXPECT_EQ(weights.export_canonical(out).code(), ErrorCode::kUnsupported);
 }
 
+TEST(Weights, ExportsThatOverlapAreRefusedAndNothingIsWritten) {
+  const ExpertShape shape{2, 80, 48, true};
+  const ExpertWeights weights = Stacks(shape, 5).prepare();
+  Canonical canonical(shape);
+  const Canonical before = canonical;
+  const CanonicalWeights all = canonical.view();
+  const auto expect =
+      [](const Status& status, const std::string& first, const std::string& second) {
+        EXPECT_EQ(status.code(), ErrorCode::kInvalidOutput) << status.to_string();
+        EXPECT_EQ(status.message().rfind(
+                      first + ": expected memory that overlaps no other output, got [0x", 0),
+                  0U)
+            << status.message();
+        EXPECT_NE(status.message().find(" over " + second + " at [0x"), std::string::npos)
+            << status.message();
+      };
+  CanonicalWeights out = all;
+  out.fc2_data = all.fc1_data + canonical.fc1_data.size() - 1;
+  expect(weights.export_canonical(out), "fc1_data", "fc2_data");
+  out = all;
+  out.fc2_scale_swizzled = all.fc1_scale_swizzled;
+  expect(weights.export_canonical(out), "fc1_scale_swizzled", "fc2_scale_swizzled");
+  out = all;
+  out.fc1_gate_alpha = all.fc1_alpha;
+  expect(weights.export_canonical(out), "fc1_alpha", "fc1_gate_alpha");
+  out = all;
+  out.fc2_alpha = all.fc1_gate_alpha + 1;
+  expect(weights.export_canonical(out), "fc1_gate_alpha", "fc2_alpha");
+  EXPECT_TRUE(canonical == before);
+
+  PoisonedBuffer<uint8_t> memory(48 * 80 / 2 + 48 * 80 / 16 + 64);
+  uint8_t* const codes = memory.data();
+  uint8_t* const behind = codes + 48 * 80 / 2;
+  const auto projection = [&](uint8_t* block_scales, void* alpha) {
+    return weights.export_projection(
+        1, ExpertWeights::Projection::kUp, codes, block_scales, static_cast<float*>(alpha));
+  };
+  float alpha = 0;
+  expect(projection(behind - 1, &alpha), "codes", "block_scales");
+  expect(projection(behind, codes), "codes", "alpha");
+  expect(projection(behind, behind), "block_scales", "alpha");
+  EXPECT_TRUE(memory.untouched());
+  EXPECT_EQ(projection(behind, behind + 48 * 80 / 16).to_string(), "ok");
+  EXPECT_EQ(projection(behind, nullptr).to_string(), "ok");
+}
+
 TEST(Weights, BadQuantizedExpertsAreRefusedBeforeAnythingIsWritten) {
   const ExpertShape shape{2, 64, 32, true};
   ExpertWeights weights = Stacks(shape, 5).prepare();

@@ -246,7 +246,7 @@ HX_API hx_status hx_weights_set_quantized_expert(hx_weights* weights,
                                                  const hx_projection* up,
                                                  const hx_projection* down,
                                                  void* stream);
-/* Writes one projection into the tensors of `out`, and its alpha. */
+/* Writes one projection into the tensors of `out`, which lie apart, and its alpha. */
 HX_API hx_status hx_weights_export_projection(const hx_weights* weights,
                                               int64_t expert,
                                               hx_projection_kind projection,
@@ -272,7 +272,7 @@ typedef struct hx_canonical_weights {
 HX_API hx_status hx_weights_import_canonical(hx_weights* weights,
                                              const hx_canonical_weights* source,
                                              void* stream);
-/* Writes canonical bytes; a NULL member is skipped. */
+/* Writes canonical bytes; a NULL member is skipped, the others lie apart: HX_INVALID_OUTPUT. */
 HX_API hx_status hx_weights_export_canonical(const hx_weights* weights,
                                              const hx_canonical_weights* out,
                                              void* stream);

@@ -121,13 +121,16 @@ class ExpertWeights {
   /// @return kNullPointer, kInvalidArgument (padding), kNonFiniteWeights, kOutOfMemory.
   Status import_canonical(const CanonicalWeights& source);
   /// Writes the canonical bytes: identical to what prepare() is defined to make, whatever order
-  /// this backend holds. A null member of `out` is skipped. kUnsupported when gate and up alphas
-  /// differ and `out.fc1_gate_alpha` is null.
+  /// this backend holds. A null member of `out` is skipped; the others lie apart from each other,
+  /// else kInvalidOutput. kUnsupported when gate and up alphas differ and `out.fc1_gate_alpha` is
+  /// null.
   Status export_canonical(const CanonicalWeights& out) const;
   /// One projection in checkpoint order (linear scales), for writing checkpoints and for tests.
   ///
   /// @param codes         [rows, ceil(cols / 16) * 8] u8
   /// @param block_scales  [rows, ceil(cols / 16)] E4M3
+  /// @param alpha         its decode scale, or null
+  /// @return kInvalidArgument (expert, no gate), kNullPointer, kInvalidOutput (overlap).
   enum class Projection : uint8_t { kGate, kUp, kDown };
   Status export_projection(int64_t expert,
                            Projection projection,

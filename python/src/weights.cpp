@@ -421,8 +421,8 @@ Waits for a GPU. Raises MemoryError, RuntimeError (the device reported an error)
                   "fc2_alpha: typing.Any = None, fc1_gate_alpha: typing.Any = None) -> None"),
           R"(export_canonical() into packed arrays of the caller in host memory; those that are None are skipped.
 
-Raises TypeError (element type), ValueError (number of elements, layout, device, read-only memory; gate and up rows
-of different alphas without fc1_gate_alpha), RuntimeError.)")
+Raises TypeError (element type), ValueError (number of elements, layout, device, read-only or overlapping arrays;
+gate and up rows of different alphas without fc1_gate_alpha), RuntimeError.)")
       .def(
           "import_canonical",
           &import_canonical,

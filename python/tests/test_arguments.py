@@ -406,3 +406,13 @@ def test_quantizer_overlaps(layer):
         out=memory,
     )
     assert np.array_equal(inside, codes), "a refused call wrote"
+
+
+def test_exports_overlap_nothing(layer):
+    weights = layer.weights()
+    fields = weights.export_canonical()
+    shared = np.full(4, 7, np.float32)
+    text = "fc1_alpha: expected memory that overlaps no other output, got ["
+    refuses(ValueError, text, weights.export_canonical_into, fc1_alpha=shared, fc2_alpha=shared)
+    assert (shared == 7).all(), "a refused export wrote"
+    weights.import_canonical(**(fields | {"fc1_gate_alpha": fields["fc1_alpha"]}))  # only read

@@ -2,6 +2,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "core/overlap.hpp"
 #include "core/without_bad_alloc.hpp"
 #include "fmt/format.h"
 #include "weights/storage.hpp"
@@ -170,6 +171,22 @@ Status require(const void* pointer, const char* name) {
   return {ErrorCode::kNullPointer, fmt::format("{}: must not be null", name)};
 }
 
+// What export_canonical() writes; members that are null are nowhere.
+Status check_apart(const CanonicalWeights& out, const ExpertShape& shape) {
+  const int64_t experts = shape.num_local_experts;
+  const int64_t alphas = experts * static_cast<int64_t>(sizeof(float));
+  const int64_t fc1 = experts * shape.canonical_fc1_rows() * shape.padded_hidden_size();
+  const int64_t fc2 = experts * shape.padded_hidden_size() * shape.padded_intermediate_size();
+  const MemoryRange outputs[] = {{"fc1_data", out.fc1_data, fc1 / 2},
+                                 {"fc1_scale_swizzled", out.fc1_scale_swizzled, fc1 / kBlockSize},
+                                 {"fc1_alpha", out.fc1_alpha, alphas},
+                                 {"fc1_gate_alpha", out.fc1_gate_alpha, alphas},
+                                 {"fc2_data", out.fc2_data, fc2 / 2},
+                                 {"fc2_scale_swizzled", out.fc2_scale_swizzled, fc2 / kBlockSize},
+                                 {"fc2_alpha", out.fc2_alpha, alphas}};
+  return check_no_overlap(outputs);
+}
+
 // The part of expert `e`.
 CanonicalWeights expert_part(const CanonicalWeights& all, const ExpertShape& shape, int64_t e) {
   const int64_t hidden = shape.padded_hidden_size();
@@ -282,6 +299,7 @@ Status check_alphas_agree(const std::vector<float>& up, const std::vector<float>
 Status ExpertWeights::export_canonical(const CanonicalWeights& out) const {
   return without_bad_alloc([&]() -> Status {
     const Storage& s = *storage_;
+    HX_RETURN_IF_ERROR(check_apart(out, s.shape));
     const bool one_fc1_alpha =
         s.shape.gated && out.fc1_alpha != nullptr && out.fc1_gate_alpha == nullptr;
     if (!s.on_device) {
@@ -348,6 +366,15 @@ Status ExpertWeights::export_projection(int64_t expert,
     }
     HX_RETURN_IF_ERROR(require(codes, "codes"));
     HX_RETURN_IF_ERROR(require(block_scales, "block_scales"));
+    const bool down = projection == Projection::kDown;
+    const bool gate = projection == Projection::kGate;
+    const int64_t rows = down ? shape().hidden_size : shape().intermediate_size;
+    const int64_t cols = down ? shape().intermediate_size : shape().hidden_size;
+    const int64_t blocks = (cols + kBlockSize - 1) / kBlockSize;
+    const MemoryRange outputs[] = {{"codes", codes, rows * blocks * 8},
+                                   {"block_scales", block_scales, rows * blocks},
+                                   {"alpha", alpha, sizeof(float)}};
+    HX_RETURN_IF_ERROR(check_no_overlap(outputs));
     std::unique_ptr<Storage> one;
     if (storage_->on_device) {
       one = tiles_of_one_expert(*storage_);
@@ -355,11 +382,7 @@ Status ExpertWeights::export_projection(int64_t expert,
     }
     const Storage& s = one ? *one : *storage_;
     const int64_t index = one ? 0 : expert;
-    const bool down = projection == Projection::kDown;
-    const bool gate = projection == Projection::kGate;
     const Matrix m = down ? fc2_matrix(s) : fc1_matrix(s);
-    const int64_t rows = down ? s.shape.hidden_size : s.shape.intermediate_size;
-    const int64_t blocks = (m.valid_cols + kBlockSize - 1) / kBlockSize;
     std::vector<uint8_t> row_codes(static_cast<size_t>(m.tile_k / 2));
     std::vector<uint8_t> row_scales(static_cast<size_t>(m.tile_k / kBlockSize));
     for (int64_t r = 0; r < rows; ++r) {
