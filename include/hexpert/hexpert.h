@@ -312,8 +312,9 @@ typedef struct hx_moe_options {
   int32_t num_threads;     /* CPU; 0: the OpenMP default. No result depends on it. */
   int32_t batch_invariant; /* 1: a token's output does not depend on the others, bit for bit */
   void* workspace;         /* of the caller, aligned to HX_WORKSPACE_ALIGNMENT; NULL: one is made */
-  int64_t workspace_bytes; /* at least hx_moe_workspace_bytes_for(), all the layer's during a */
-                           /* forward; layers may share them when no two run at a time */
+  int64_t
+      workspace_bytes; /* at least hx_moe_workspace_bytes_for(), the layer's during a forward; */
+                       /* layers may share them when no two run at a time */
 } hx_moe_options;
 #define HX_WORKSPACE_ALIGNMENT 256
 #define HX_MOE_OPTIONS_INIT \

@@ -64,9 +64,9 @@ struct MoeOptions {
   /// No result depends on it.
   bool overlap_launches = true;
   /// On the device of the weights, at least workspace_bytes_for() bytes, aligned to
-  /// kWorkspaceAlignment. All its bytes belong to the layer during a forward: no argument may lie
-  /// there. Layers may share it when no two of them run at a time. Null: create() allocates one for
-  /// the layer.
+  /// kWorkspaceAlignment. The first workspace_bytes() of it belong to the layer during a forward: no
+  /// argument may lie there. Layers may share it when no two of them run at a time. Null: create()
+  /// allocates one for the layer.
   WorkspaceView workspace{};
 };
 

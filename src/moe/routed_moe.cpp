@@ -153,8 +153,7 @@ MemoryRange range_of(const Argument& a) {
 // What the stages write, `out` and the workspace, lies apart from what they read and each other.
 Status check_overlaps(std::initializer_list<MemoryRange> inputs,
                       const MemoryRange& out,
-                      const WorkspaceView& given) {
-  const MemoryRange workspace{"workspace", given.data, given.bytes};
+                      const MemoryRange& workspace) {
   for (const MemoryRange& input : inputs) {
     HX_RETURN_IF_ERROR(check_no_overlap(out, input, "input"));
     HX_RETURN_IF_ERROR(check_no_overlap(workspace, input, "input"));
@@ -225,7 +224,7 @@ Status check_forward(const RoutedMoe::Impl& impl,
   HX_RETURN_IF_ERROR(check_memory(out, impl, kBaseAlignment));
   return check_overlaps({range_of(hidden), range_of(routing), range_of(probabilities)},
                         range_of(out),
-                        impl.options.workspace);
+                        {"workspace", impl.workspace, impl.workspace_bytes});
 }
 
 Status run_forward(RoutedMoe::Impl& impl,
