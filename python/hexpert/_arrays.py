@@ -17,6 +17,16 @@ def new(beside, shape, dtype):
     return _new(beside, shape, dtype, False)
 
 
+def host(like, shape, dtype):
+    """An array in host memory, whatever the device of `like`: a tensor if that is one, else numpy's."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(like, torch.Tensor):
+        return torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
+    if like is not None and not hasattr(like, "__dlpack__"):
+        raise TypeError(f"like: expected an array or None, got {type(like).__name__}")
+    return _new(None, shape, dtype, False)
+
+
 def like(array, shape, zeroed):
     """An array of the framework, device and element type of `array`, and its shape, which not every one tells."""
     torch = sys.modules.get("torch")

@@ -469,14 +469,23 @@ nb::handle function_of_arrays(const char* name) {
   return nb::object(nb::module_::import_("hexpert._arrays").attr(name)).release();
 }
 
+nb::tuple tuple_of(std::initializer_list<int64_t> shape) {
+  nb::list extents;
+  for (const int64_t extent : shape)
+    extents.append(extent);
+  return nb::tuple(extents);
+}
+
 }  // namespace
 
 nb::object new_array(nb::handle beside, std::initializer_list<int64_t> shape, const char* dtype) {
   static const nb::handle function = function_of_arrays("new");
-  nb::list extents;
-  for (const int64_t extent : shape)
-    extents.append(extent);
-  return function(beside, nb::tuple(extents), dtype);
+  return function(beside, tuple_of(shape), dtype);
+}
+
+nb::object host_array(nb::handle like, std::initializer_list<int64_t> shape, const char* dtype) {
+  static const nb::handle function = function_of_arrays("host");
+  return function(like, tuple_of(shape), dtype);
 }
 
 nb::object matrix_like(nb::handle array, int64_t rows, int64_t cols, bool zeroed) {

@@ -96,7 +96,9 @@ Status wait_if_needed(std::initializer_list<const Array*> arrays,
 
 // A new array of the framework and device of `beside`; `dtype` is "uint8" or "float32".
 nb::object new_array(nb::handle beside, std::initializer_list<int64_t> shape, const char* dtype);
-// One of its element type too, and of its shape: [rows, cols].
+// The same in host memory: a torch tensor if `like` is one, else a numpy array.
+nb::object host_array(nb::handle like, std::initializer_list<int64_t> shape, const char* dtype);
+// Beside `array`, of its element type too, and of its shape: [rows, cols].
 nb::object matrix_like(nb::handle array, int64_t rows, int64_t cols, bool zeroed);
 // What the caller gets for an array that was made beside another.
 nb::object finish(nb::handle beside, const nb::object& array);

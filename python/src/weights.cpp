@@ -217,7 +217,7 @@ void export_canonical_into(const WeightsHandle& self,
   });
 }
 
-// Into new numpy arrays, or torch tensors with like=torch tensor.
+// Into new numpy arrays, or torch tensors with like=torch tensor, in host memory.
 nb::dict export_canonical(const WeightsHandle& self, nb::handle like) {
   const ExpertShape shape = self.shared->weights.shape();
   const int64_t experts = shape.num_local_experts;
@@ -225,13 +225,13 @@ nb::dict export_canonical(const WeightsHandle& self, nb::handle like) {
   const int64_t hidden = shape.padded_hidden_size();
   const int64_t inter = shape.padded_intermediate_size();
   nb::dict made;
-  made["fc1_data"] = new_array(like, {experts, rows, hidden / 2}, "uint8");
-  made["fc1_scale_swizzled"] = new_array(like, {experts, rows, hidden / 16}, "uint8");
-  made["fc1_alpha"] = new_array(like, {experts}, "float32");
-  made["fc1_gate_alpha"] = new_array(like, {experts}, "float32");
-  made["fc2_data"] = new_array(like, {experts, hidden, inter / 2}, "uint8");
-  made["fc2_scale_swizzled"] = new_array(like, {experts, hidden, inter / 16}, "uint8");
-  made["fc2_alpha"] = new_array(like, {experts}, "float32");
+  made["fc1_data"] = host_array(like, {experts, rows, hidden / 2}, "uint8");
+  made["fc1_scale_swizzled"] = host_array(like, {experts, rows, hidden / 16}, "uint8");
+  made["fc1_alpha"] = host_array(like, {experts}, "float32");
+  made["fc1_gate_alpha"] = host_array(like, {experts}, "float32");
+  made["fc2_data"] = host_array(like, {experts, hidden, inter / 2}, "uint8");
+  made["fc2_scale_swizzled"] = host_array(like, {experts, hidden, inter / 16}, "uint8");
+  made["fc2_alpha"] = host_array(like, {experts}, "float32");
   export_canonical_into(self,
                         made["fc1_data"],
                         made["fc1_scale_swizzled"],
@@ -251,8 +251,8 @@ nb::tuple export_projection(const WeightsHandle& self,
   const bool down = projection == ExpertWeights::Projection::kDown;
   const int64_t rows = down ? shape.hidden_size : shape.intermediate_size;
   const int64_t cols = round_up(down ? shape.intermediate_size : shape.hidden_size, kBlockSize);
-  const nb::object codes = new_array(like, {rows, cols / 2}, "uint8");
-  const nb::object scales = new_array(like, {rows, cols / kBlockSize}, "uint8");
+  const nb::object codes = host_array(like, {rows, cols / 2}, "uint8");
+  const nb::object scales = host_array(like, {rows, cols / kBlockSize}, "uint8");
   const Array c(codes, "codes", "u8");
   const Array s(scales, "block_scales", "u8");
   float alpha = 0;
@@ -397,7 +397,8 @@ Raises TypeError and ValueError as refresh() does.)")
           "like"_a = nb::none(),
           nb::sig(
               "def export_canonical(self, *, like: typing.Any = None) -> dict[str, typing.Any]"),
-          R"(The canonical bytes (docs/format.md section 5), in new arrays: numpy, or of the framework of `like`.
+          R"(The canonical bytes (docs/format.md section 5), in new arrays in host memory: torch tensors if `like` is
+one, else numpy arrays.
 
 With Hp, Ip the sizes rounded up to 256 and N1 = Ip, or 2 Ip when gated: fc1_data [L, N1, Hp / 2] uint8,
 fc1_scale_swizzled [L, N1, Hp / 16] uint8 E4M3 (128x4 order), fc1_alpha and fc1_gate_alpha [L] float32,
@@ -453,7 +454,8 @@ numbers), RuntimeError.)")
           "like"_a = nb::none(),
           nb::sig("def export_projection(self, expert: int, projection: Projection, *, "
                   "like: typing.Any = None) -> tuple[typing.Any, typing.Any, float]"),
-          R"(One matrix of one expert in checkpoint order, in new arrays: numpy, or of the framework of `like`.
+          R"(One matrix of one expert in checkpoint order, in new arrays in host memory: torch tensors if `like` is
+one, else numpy arrays.
 
 Returns (codes [rows, ceil(cols / 16) * 8] uint8, block_scales [rows, ceil(cols / 16)] uint8 E4M3, alpha), as
 dequantize() takes them; [rows, cols] is [I, H] for GATE and UP, [H, I] for DOWN.

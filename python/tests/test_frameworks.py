@@ -114,6 +114,20 @@ def test_wrong_device(layer):
             call(**(fields | {"fc2_data": Elsewhere(fields["fc2_data"])}))
 
 
+def test_exports_are_made_in_host_memory(layer):
+    """Wherever `like` lies: the library writes them as host memory."""
+    weights = layer.weights()
+    want = weights.export_projection(0, hexpert.Projection.UP)
+    fields = weights.export_canonical()
+    for like in (layer.hidden_states, Elsewhere(layer.hidden_states)):
+        got = weights.export_projection(0, hexpert.Projection.UP, like=like)
+        assert all(np.array_equal(a, b) for a, b in zip(got, want))
+        made = weights.export_canonical(like=like)
+        assert all(np.array_equal(made[name], array) for name, array in fields.items())
+    with pytest.raises(TypeError, match="like: expected an array or None, got int"):
+        weights.export_canonical(like=3)
+
+
 @pytest.mark.parametrize("versioned", [False, True])
 def test_any_exporter(layer, versioned):
     plan = layer.plan()

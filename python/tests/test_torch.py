@@ -212,6 +212,14 @@ def test_tensors():
     assert same(hexpert.quantize_tokens(wide[:, :32])[0], hexpert.quantize_tokens(wide[:, :32].clone())[0])
 
 
+def test_exports_are_made_in_host_memory():
+    case = Case(*LAYERS[4])
+    want = case.weights.export_projection(0, hexpert.Projection.UP, like=case.x)
+    got = case.weights.export_projection(0, hexpert.Projection.UP, like=case.x.to("meta"))
+    assert got[0].is_cpu and all(same(a, b) for a, b in zip(got[:2], want)) and got[2] == want[2]
+    assert all(tensor.is_cpu for tensor in case.weights.export_canonical(like=case.x.to("meta")).values())
+
+
 @pytest.mark.parametrize(
     "make, error, text",
     [
