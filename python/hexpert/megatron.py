@@ -6,6 +6,7 @@ serves devices that FlashInfer has no kernels for. Arguments, defaults, shapes a
 published page of that module; docs/megatron.md lists the few places where hexpert had to choose.
 """
 
+import operator
 import threading
 from dataclasses import dataclass
 from enum import Enum
@@ -263,8 +264,8 @@ def flashinfer_routed_nvfp4_moe(
     layer = weights._layer(
         hidden_states.shape[0],
         routing_map.shape[1],
-        num_experts,
-        local_expert_offset,
+        _integer("num_experts", num_experts),
+        _integer("local_expert_offset", local_expert_offset),
         _activation(activation_type),
     )
     return layer.forward(
@@ -275,6 +276,13 @@ def flashinfer_routed_nvfp4_moe(
         token_capacity=token_capacity,
         use_bounded_rows=use_bounded_rows,
     )
+
+
+def _integer(name: str, given: Any) -> int:
+    try:
+        return operator.index(given)
+    except TypeError:
+        raise TypeError(f"{name}: expected an int, got {given!r}") from None
 
 
 def _activation(given: Any) -> _core.ActivationType:

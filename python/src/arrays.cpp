@@ -1,7 +1,6 @@
 #include "arrays.hpp"
 
 #include <fmt/format.h>
-#include <nanobind/stl/string.h>
 
 #include <algorithm>
 #include <cstring>
@@ -10,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "arguments.hpp"
 #include "backend/backend.hpp"
 #include "capi/dlpack_view.hpp"
 
@@ -45,10 +45,6 @@ bool is_instance(nb::handle object, const char* module, const char* type) {
   const nb::handle loaded = loaded_module(module);
   if (!loaded.is_valid() || !nb::hasattr(loaded, type)) return false;
   return nb::isinstance(object, loaded.attr(type));
-}
-
-std::string text_of(const nb::object& object) {
-  return nb::cast<std::string>(nb::str(nb::handle(object)));
 }
 
 std::string name_of_type(nb::handle object) {
@@ -176,7 +172,10 @@ void release_managed(void* managed) {
 }  // namespace
 
 void raise(const Status& failure) {
-  PyErr_SetString(exception_type(failure.code()), failure.to_string().c_str());
+  const std::string text = failure.to_string();  // may hold the bytes of a path
+  const auto message = nb::steal(
+      PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "backslashreplace"));
+  if (message.is_valid()) PyErr_SetObject(exception_type(failure.code()), message.ptr());
   throw nb::python_error();
 }
 
@@ -414,20 +413,25 @@ void Array::take_dlpack(Stream consumer) {
 }
 
 Device parse_device(nb::handle device) {
-  const auto text = nb::cast<std::string>(nb::str(device));  // a torch.device says "cuda:1"
+  const std::string text = text_of(device);  // a torch.device says "cuda:1"
   if (text == "cpu") return Device::cpu();
   if (text == "cuda") return Device::cuda(0);
   if (text.rfind("cuda:", 0) == 0 && text.size() > 5 && text.size() < 10 &&
       text.find_first_not_of("0123456789", 5) == std::string::npos) {
     return Device::cuda(std::stoi(text.substr(5)));
   }
-  raise({ErrorCode::kInvalidArgument,
-         fmt::format("device: expected \"cpu\", \"cuda\" or \"cuda:N\", got {}", text)});
+  const char* wanted = "\"cpu\", \"cuda\" or \"cuda:N\" with N in 0..9999";
+  if (nb::isinstance<nb::str>(device)) wrong_value("device", wanted, device);
+  wrong_type("device", wanted, device);
 }
 
 Stream stream_given(nb::handle stream) {
   if (stream.is_none()) return {};
-  return {reinterpret_cast<void*>(nb::cast<uintptr_t>(stream))};
+  const char* wanted = "a cudaStream_t as int >= 0";
+  if (!nb::isinstance<nb::int_>(stream)) wrong_type("stream", wanted, stream);
+  uintptr_t handle = 0;
+  if (!nb::try_cast(stream, handle)) wrong_value("stream", wanted, stream);
+  return {reinterpret_cast<void*>(handle)};
 }
 
 Stream stream_of(const Array& array, nb::handle given, const Device& device) {

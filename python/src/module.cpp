@@ -1,10 +1,10 @@
 // The extension module hexpert._core: backends and quantization. Weights and layers have their own files.
 #include <fmt/format.h>
-#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
 
+#include "arguments.hpp"
 #include "arrays.hpp"
 #include "bindings.hpp"
 #include "hexpert/format.hpp"
@@ -17,13 +17,17 @@ namespace {
 
 using namespace nb::literals;  // NOLINT(google-build-using-namespace)
 
-QuantizeOptions options_of(std::optional<FourOverSix::Error> four_over_six,
-                           float e4m3_max,
-                           int num_threads) {
+QuantizeOptions options_of(nb::handle four_over_six, nb::handle e4m3_max, nb::handle num_threads) {
   QuantizeOptions options;
-  options.num_threads = num_threads;
-  if (four_over_six) options.four_over_six = FourOverSix{*four_over_six, e4m3_max};
+  options.num_threads = argument<int>(num_threads, "num_threads");
+  const auto error = optional_argument<FourOverSix::Error>(four_over_six, "four_over_six");
+  const auto largest = argument<float>(e4m3_max, "e4m3_max");
+  if (error) options.four_over_six = FourOverSix{*error, largest};
   return options;
+}
+
+ScaleLayout layout_of(nb::handle scale_layout) {
+  return argument<ScaleLayout>(scale_layout, "scale_layout");
 }
 
 // The memory of a quantized matrix: made, or the caller's.
@@ -113,12 +117,13 @@ Nvfp4View nvfp4_of(const Array& codes,
 
 nb::tuple quantize(const char* name,
                    nb::handle x,
-                   std::optional<int64_t> padded,
+                   nb::handle padded_hidden_size,
                    nb::handle out,
                    ScaleLayout layout,
                    QuantizeOptions options,
                    bool per_row,
                    nb::handle stream) {
+  const auto padded = optional_argument<int64_t>(padded_hidden_size, "padded_hidden_size");
   const Array input(x, name, "bf16", stream_given(stream));
   options.stream = stream_of(input, stream);
   const TensorView& view = input.view();
@@ -155,7 +160,8 @@ nb::object dequantize_arrays(nb::handle codes,
                              nb::handle block_scales,
                              nb::handle outer,
                              nb::handle out,
-                             ScaleLayout layout) {
+                             nb::handle scale_layout) {
+  const ScaleLayout layout = layout_of(scale_layout);
   const Array c(codes, "codes", "u8");
   const Array s(block_scales, "block_scales", "u8 or e4m3");
   const Array o(outer, "outer", "f32");
@@ -196,7 +202,7 @@ void bind_backends(nb::module_& m) {
   m.def(
       "query_backend",
       [](nb::handle device) { return check(hexpert::query_backend(parse_device(device))); },
-      "device"_a = "cpu",
+      "device"_a.none() = "cpu",
       nb::sig("def query_backend(device: typing.Any = 'cpu') -> str"),
       "The best backend of a device: \"cpu\", \"cuda\", \"cuda:1\" or a torch.device.\n\n"
       "Raises UnsupportedError with the reason of each backend when there is none.");
@@ -213,18 +219,18 @@ void bind_quantize(nb::module_& m) {
   m.def(
       "quantize_tokens",
       [](nb::handle x,
-         std::optional<int64_t> padded,
+         nb::handle padded,
          nb::handle out,
-         ScaleLayout layout,
-         std::optional<FourOverSix::Error> four_over_six,
-         float e4m3_max,
-         int num_threads,
+         nb::handle layout,
+         nb::handle four_over_six,
+         nb::handle e4m3_max,
+         nb::handle num_threads,
          nb::handle stream) {
         return quantize("hidden_states",
                         x,
                         padded,
                         out,
-                        layout,
+                        layout_of(layout),
                         options_of(four_over_six, e4m3_max, num_threads),
                         true,
                         stream);
@@ -233,10 +239,10 @@ void bind_quantize(nb::module_& m) {
       "padded_hidden_size"_a = nb::none(),
       nb::kw_only(),
       "out"_a = nb::none(),
-      "scale_layout"_a = ScaleLayout::kLinear,
+      "scale_layout"_a.none() = ScaleLayout::kLinear,
       "four_over_six"_a = nb::none(),
-      "e4m3_max"_a = 448.0F,
-      "num_threads"_a = 0,
+      "e4m3_max"_a.none() = 448.0F,
+      "num_threads"_a.none() = 0,
       "stream"_a = nb::none(),
       nb::sig("def quantize_tokens(hidden_states: typing.Any, padded_hidden_size: int | None = "
               "None, *, "
@@ -267,15 +273,15 @@ out), MemoryError.)");
       "quantize_matrix",
       [](nb::handle x,
          nb::handle out,
-         ScaleLayout layout,
-         std::optional<FourOverSix::Error> four_over_six,
-         float e4m3_max,
-         int num_threads) {
+         nb::handle layout,
+         nb::handle four_over_six,
+         nb::handle e4m3_max,
+         nb::handle num_threads) {
         return quantize("matrix",
                         x,
-                        std::nullopt,
+                        nb::none(),
                         out,
-                        layout,
+                        layout_of(layout),
                         options_of(four_over_six, e4m3_max, num_threads),
                         false,
                         nb::none());
@@ -283,10 +289,10 @@ out), MemoryError.)");
       "matrix"_a.none(),
       nb::kw_only(),
       "out"_a = nb::none(),
-      "scale_layout"_a = ScaleLayout::kLinear,
+      "scale_layout"_a.none() = ScaleLayout::kLinear,
       "four_over_six"_a = nb::none(),
-      "e4m3_max"_a = 448.0F,
-      "num_threads"_a = 0,
+      "e4m3_max"_a.none() = 448.0F,
+      "num_threads"_a.none() = 0,
       nb::sig("def quantize_matrix(matrix: typing.Any, *, "
               "out: tuple[typing.Any, typing.Any, typing.Any] | None = None, "
               "scale_layout: ScaleLayout = ..., "
@@ -305,7 +311,7 @@ poisons the whole matrix. Other arguments and errors as for quantize_tokens.)");
         "outer"_a.none(),
         nb::kw_only(),
         "out"_a = nb::none(),
-        "scale_layout"_a = ScaleLayout::kLinear,
+        "scale_layout"_a.none() = ScaleLayout::kLinear,
         nb::sig("def dequantize(codes: typing.Any, block_scales: typing.Any, outer: typing.Any, *, "
                 "out: typing.Any | None = None, scale_layout: ScaleLayout = ...) "
                 "-> typing.Any"),

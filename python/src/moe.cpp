@@ -2,12 +2,12 @@
 #include "hexpert/moe.hpp"
 
 #include <fmt/format.h>
-#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
 
 #include <mutex>
 
+#include "arguments.hpp"
 #include "arrays.hpp"
 #include "bindings.hpp"
 
@@ -29,9 +29,12 @@ nb::object forward(Layer& self,
                    nb::handle routing_map,
                    nb::handle probabilities,
                    nb::handle out,
-                   std::optional<int64_t> token_capacity,
-                   bool use_bounded_rows,
+                   nb::handle token_capacity,
+                   nb::handle use_bounded_rows,
                    nb::handle stream) {
+  MoeInputs inputs;
+  inputs.token_capacity = optional_argument<int64_t>(token_capacity, "token_capacity");
+  inputs.use_bounded_rows = argument<bool>(use_bounded_rows, "use_bounded_rows");
   const Array hidden(hidden_states, "hidden_states", "bf16", stream_given(stream));
   const Stream on = stream_of(hidden, stream);
   const Array routing(routing_map, "routing_map", "i32 or i64", on);
@@ -45,19 +48,17 @@ nb::object forward(Layer& self,
              fmt::format(
                  "hidden_states: expected [tokens, {}], got {}", hidden_size, describe(view))});
     }
-    const bool zeroed = use_bounded_rows && token_capacity && *token_capacity < view.shape[0];
+    const bool zeroed =
+        inputs.use_bounded_rows && inputs.token_capacity && *inputs.token_capacity < view.shape[0];
     made = matrix_like(hidden_states, view.shape[0], view.shape[1], zeroed);
   } else {
     made = nb::borrow(out);
   }
   const Array result(made, "out", "bf16 or f32", on);
   const TensorView target = out.is_none() ? result.view() : result.writable();
-  MoeInputs inputs;
   inputs.hidden_states = hidden.view();
   inputs.routing_map = routing.view();
   inputs.probabilities = weights.view();
-  inputs.token_capacity = token_capacity;
-  inputs.use_bounded_rows = use_bounded_rows;
   without_gil([&] {
     const std::scoped_lock turn(*self.mutex);
     const std::shared_lock lock(self.weights->mutex);
@@ -112,52 +113,54 @@ void bind_planned(nb::class_<Layer>& layer,
                   const char* doc) {
   layer.def_static(
       name,
-      [function](const WeightsHandle& weights,
-                 int64_t max_tokens,
-                 int64_t top_k,
-                 int64_t num_experts,
-                 int64_t local_expert_offset,
-                 ActivationType activation,
-                 float alpha,
-                 float beta,
-                 float limit,
-                 float situ_b,
-                 std::optional<float> situ_c,
-                 const std::string& backend,
-                 int num_threads,
-                 bool batch_invariant,
+      [function](nb::handle weights,
+                 nb::handle max_tokens,
+                 nb::handle top_k,
+                 nb::handle num_experts,
+                 nb::handle local_expert_offset,
+                 nb::handle activation,
+                 nb::handle alpha,
+                 nb::handle beta,
+                 nb::handle limit,
+                 nb::handle situ_b,
+                 nb::handle situ_c,
+                 nb::handle backend,
+                 nb::handle num_threads,
+                 nb::handle batch_invariant,
                  nb::handle workspace) {
-        return function(weights,
-                        Plan{.problem = {.max_tokens = max_tokens,
-                                         .top_k = top_k,
-                                         .num_experts = num_experts,
-                                         .local_expert_offset = local_expert_offset,
-                                         .activation = {.type = activation,
-                                                        .alpha = alpha,
-                                                        .beta = beta,
-                                                        .limit = limit,
-                                                        .situ_b = situ_b,
-                                                        .situ_c = situ_c}},
-                             .options = {.backend = backend,
-                                         .num_threads = num_threads,
-                                         .batch_invariant = batch_invariant}},
-                        workspace);
+        const auto& shared = argument<const WeightsHandle&>(weights, "weights");
+        Plan plan;
+        MoeProblem& problem = plan.problem;
+        problem.max_tokens = argument<int64_t>(max_tokens, "max_tokens");
+        problem.top_k = argument<int64_t>(top_k, "top_k");
+        problem.num_experts = argument<int64_t>(num_experts, "num_experts");
+        problem.local_expert_offset = argument<int64_t>(local_expert_offset, "local_expert_offset");
+        problem.activation.type = argument<ActivationType>(activation, "activation");
+        problem.activation.alpha = argument<float>(alpha, "alpha");
+        problem.activation.beta = argument<float>(beta, "beta");
+        problem.activation.limit = argument<float>(limit, "limit");
+        problem.activation.situ_b = argument<float>(situ_b, "situ_b");
+        problem.activation.situ_c = optional_argument<float>(situ_c, "situ_c");
+        plan.options.backend = argument<std::string>(backend, "backend");
+        plan.options.num_threads = argument<int>(num_threads, "num_threads");
+        plan.options.batch_invariant = argument<bool>(batch_invariant, "batch_invariant");
+        return function(shared, plan, workspace);
       },
-      "weights"_a,
+      "weights"_a.none(),
       nb::kw_only(),
-      "max_tokens"_a,
-      "top_k"_a,
-      "num_experts"_a,
-      "local_expert_offset"_a = 0,
-      "activation"_a = ActivationType::kSwiGlu,
-      "alpha"_a = 1.0F,
-      "beta"_a = 0.0F,
-      "limit"_a = FLT_MAX,
-      "situ_b"_a = 0.0F,
+      "max_tokens"_a.none(),
+      "top_k"_a.none(),
+      "num_experts"_a.none(),
+      "local_expert_offset"_a.none() = 0,
+      "activation"_a.none() = ActivationType::kSwiGlu,
+      "alpha"_a.none() = 1.0F,
+      "beta"_a.none() = 0.0F,
+      "limit"_a.none() = FLT_MAX,
+      "situ_b"_a.none() = 0.0F,
       "situ_c"_a = nb::none(),
-      "backend"_a = "",
-      "num_threads"_a = 0,
-      "batch_invariant"_a = false,
+      "backend"_a.none() = "",
+      "num_threads"_a.none() = 0,
+      "batch_invariant"_a.none() = false,
       "workspace"_a = nb::none(),
       nb::sig(signature.c_str()),
       doc);
@@ -222,7 +225,7 @@ Raises ValueError (arguments, activation), UnsupportedError (backend), MemoryErr
            "out"_a = nb::none(),
            nb::kw_only(),
            "token_capacity"_a = nb::none(),
-           "use_bounded_rows"_a = false,
+           "use_bounded_rows"_a.none() = false,
            "stream"_a = nb::none(),
            nb::sig("def forward(self, hidden_states: typing.Any, routing_map: typing.Any, "
                    "probabilities: typing.Any, out: typing.Any = None, *, "

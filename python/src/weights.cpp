@@ -7,6 +7,7 @@
 #include <mutex>
 #include <optional>
 
+#include "arguments.hpp"
 #include "arrays.hpp"
 #include "bindings.hpp"
 #include "hexpert/checkpoint.hpp"
@@ -20,16 +21,10 @@ WeightsHandle handle_of(ExpertWeights weights) {
   return {std::make_shared<SharedWeights>(std::move(weights))};
 }
 
-PrepareOptions options_of(const std::string& backend,
-                          bool refuse_nonfinite,
-                          int num_threads,
-                          const Device& device,
-                          Stream stream = {}) {
-  return {.backend = backend,
-          .refuse_nonfinite = refuse_nonfinite,
-          .num_threads = num_threads,
-          .device = device,
-          .stream = stream};
+PrepareOptions options_of(nb::handle backend, nb::handle num_threads, const Device& device) {
+  return {.backend = argument<std::string>(backend, "backend"),
+          .num_threads = argument<int>(num_threads, "num_threads"),
+          .device = device};
 }
 
 // The stack that says where the weights live.
@@ -39,9 +34,9 @@ const Array& leading(const Array& fc1, const Array& fc2) {
 
 WeightsHandle prepare(nb::handle fc1_weight,
                       nb::handle fc2_weight,
-                      const std::string& backend,
-                      bool refuse_nonfinite,
-                      int num_threads,
+                      nb::handle backend,
+                      nb::handle refuse_nonfinite,
+                      nb::handle num_threads,
                       nb::handle device,
                       nb::handle stream) {
   const Array fc1(fc1_weight, "fc1_weight", "bf16", stream_given(stream));
@@ -50,7 +45,9 @@ WeightsHandle prepare(nb::handle fc1_weight,
   const Device where = device.is_none() ? leader.view().device : parse_device(device);
   const Device& ordered = leader.view().device == Device::cpu() ? where : leader.view().device;
   const Stream on = stream_of(leader, stream, ordered);
-  const PrepareOptions options = options_of(backend, refuse_nonfinite, num_threads, where, on);
+  PrepareOptions options = options_of(backend, num_threads, where);
+  options.refuse_nonfinite = argument<bool>(refuse_nonfinite, "refuse_nonfinite");
+  options.stream = on;
   return handle_of(without_gil([&]() -> Result<ExpertWeights> {
     Result<ExpertWeights> made = ExpertWeights::prepare(fc1.view(), fc2.view(), options);
     if (made.ok()) HX_RETURN_IF_ERROR(wait_if_needed({&fc1, &fc2}, on, where));
@@ -59,18 +56,21 @@ WeightsHandle prepare(nb::handle fc1_weight,
 }
 
 WeightsHandle load(nb::handle path,
-                   const std::string& prefix,
-                   int64_t first_expert,
-                   int64_t num_experts,
-                   const std::string& backend,
-                   int num_threads,
+                   nb::handle prefix,
+                   nb::handle first_expert,
+                   nb::handle num_experts,
+                   nb::handle backend,
+                   nb::handle num_threads,
                    nb::handle device) {
-  const auto file = nb::cast<std::string>(nb::module_::import_("os").attr("fspath")(path));
-  const PrepareOptions options = options_of(backend, false, num_threads, parse_device(device));
+  const std::string file = path_argument(path, "path");
+  const auto layer = argument<std::string>(prefix, "prefix");
+  const auto first = argument<int64_t>(first_expert, "first_expert");
+  const auto count = argument<int64_t>(num_experts, "num_experts");
+  const PrepareOptions options = options_of(backend, num_threads, parse_device(device));
   return handle_of(without_gil([&]() -> Result<ExpertWeights> {
     const Result<Checkpoint> checkpoint = Checkpoint::open(file);
     if (!checkpoint.ok()) return checkpoint.status();
-    return load_experts(*checkpoint, prefix, options, first_expert, num_experts);
+    return load_experts(*checkpoint, layer, options, first, count);
   }));
 }
 
@@ -90,17 +90,18 @@ void refresh(const WeightsHandle& self,
 }
 
 void set_expert(const WeightsHandle& self,
-                int64_t expert,
+                nb::handle expert,
                 nb::handle fc1_weight,
                 nb::handle fc2_weight,
                 nb::handle stream) {
+  const auto index = argument<int64_t>(expert, "expert");
   const Array fc1(fc1_weight, "fc1_weight", "bf16", stream_given(stream));
   const Array fc2(fc2_weight, "fc2_weight", "bf16", stream_given(stream));
   const Device device = self.shared->weights.device();
   const Stream on = stream_of(leading(fc1, fc2), stream, device);
   without_gil([&] {
     const std::unique_lock lock(self.shared->mutex);
-    const Status status = self.shared->weights.set_expert(expert, fc1.view(), fc2.view(), on);
+    const Status status = self.shared->weights.set_expert(index, fc1.view(), fc2.view(), on);
     return status.ok() ? wait_if_needed({&fc1, &fc2}, on, device) : status;
   });
 }
@@ -244,11 +245,13 @@ nb::dict export_canonical(const WeightsHandle& self, nb::handle like) {
 }
 
 nb::tuple export_projection(const WeightsHandle& self,
-                            int64_t expert,
-                            ExpertWeights::Projection projection,
+                            nb::handle expert,
+                            nb::handle projection,
                             nb::handle like) {
+  const auto index = argument<int64_t>(expert, "expert");
+  const auto matrix = argument<ExpertWeights::Projection>(projection, "projection");
   const ExpertShape& shape = self.shared->weights.shape();
-  const bool down = projection == ExpertWeights::Projection::kDown;
+  const bool down = matrix == ExpertWeights::Projection::kDown;
   const int64_t rows = down ? shape.hidden_size : shape.intermediate_size;
   const int64_t cols = round_up(down ? shape.intermediate_size : shape.hidden_size, kBlockSize);
   const nb::object codes = host_array(like, {rows, cols / 2}, "uint8");
@@ -259,7 +262,7 @@ nb::tuple export_projection(const WeightsHandle& self,
   without_gil([&] {
     const std::shared_lock lock(self.shared->mutex);
     return self.shared->weights.export_projection(
-        expert, projection, c.view().as<uint8_t>(), s.view().as<uint8_t>(), &alpha);
+        index, matrix, c.view().as<uint8_t>(), s.view().as<uint8_t>(), &alpha);
   });
   return nb::make_tuple(codes, scales, alpha);
 }
@@ -287,9 +290,9 @@ wait for each other. On a GPU the work itself must be ordered by the caller (one
           "fc1_weight"_a.none(),
           "fc2_weight"_a.none(),
           nb::kw_only(),
-          "backend"_a = "",
-          "refuse_nonfinite"_a = false,
-          "num_threads"_a = 0,
+          "backend"_a.none() = "",
+          "refuse_nonfinite"_a.none() = false,
+          "num_threads"_a.none() = 0,
           "device"_a = nb::none(),
           "stream"_a = nb::none(),
           nb::sig(
@@ -308,28 +311,28 @@ stream            a cudaStream_t as int. Default: the current stream of the fram
 Raises TypeError (element type), ValueError (shape, layout, alignment, device), UnsupportedError, MemoryError.)")
       .def_static(
           "allocate",
-          [](int64_t num_local_experts,
-             int64_t hidden_size,
-             int64_t intermediate_size,
-             bool gated,
-             const std::string& backend,
-             int num_threads,
+          [](nb::handle num_local_experts,
+             nb::handle hidden_size,
+             nb::handle intermediate_size,
+             nb::handle gated,
+             nb::handle backend,
+             nb::handle num_threads,
              nb::handle device) {
-            const Device where = parse_device(device);
-            return handle_of(without_gil([&] {
-              return ExpertWeights::allocate(
-                  {num_local_experts, hidden_size, intermediate_size, gated},
-                  options_of(backend, false, num_threads, where));
-            }));
+            const ExpertShape shape{argument<int64_t>(num_local_experts, "num_local_experts"),
+                                    argument<int64_t>(hidden_size, "hidden_size"),
+                                    argument<int64_t>(intermediate_size, "intermediate_size"),
+                                    argument<bool>(gated, "gated")};
+            const PrepareOptions options = options_of(backend, num_threads, parse_device(device));
+            return handle_of(without_gil([&] { return ExpertWeights::allocate(shape, options); }));
           },
           nb::kw_only(),
-          "num_local_experts"_a,
-          "hidden_size"_a,
-          "intermediate_size"_a,
-          "gated"_a,
-          "backend"_a = "",
-          "num_threads"_a = 0,
-          "device"_a = "cpu",
+          "num_local_experts"_a.none(),
+          "hidden_size"_a.none(),
+          "intermediate_size"_a.none(),
+          "gated"_a.none(),
+          "backend"_a.none() = "",
+          "num_threads"_a.none() = 0,
+          "device"_a.none() = "cpu",
           nb::sig(
               "def allocate(*, num_local_experts: int, hidden_size: int, intermediate_size: int, "
               "gated: bool, backend: str = '', num_threads: int = 0, device: typing.Any = 'cpu') "
@@ -344,15 +347,16 @@ Raises ValueError (sizes, device), UnsupportedError, MemoryError.)")
       .def_static(
           "load",
           &load,
-          "path"_a,
-          "prefix"_a,
+          "path"_a.none(),
+          "prefix"_a.none(),
           nb::kw_only(),
-          "first_expert"_a = 0,
-          "num_experts"_a = -1,
-          "backend"_a = "",
-          "num_threads"_a = 0,
-          "device"_a = "cpu",
-          nb::sig("def load(path: str | os.PathLike[str], prefix: str, *, first_expert: int = 0, "
+          "first_expert"_a.none() = 0,
+          "num_experts"_a.none() = -1,
+          "backend"_a.none() = "",
+          "num_threads"_a.none() = 0,
+          "device"_a.none() = "cpu",
+          nb::sig("def load(path: str | bytes | os.PathLike[str], prefix: str, *, first_expert: "
+                  "int = 0, "
                   "num_experts: int = -1, backend: str = '', num_threads: int = 0, "
                   "device: typing.Any = 'cpu') "
                   "-> ExpertWeights"),
@@ -375,7 +379,7 @@ Raises ValueError (no such file or layer, malformed file, non-finite weights), O
 Raises TypeError (element type), ValueError (other sizes, layout, alignment, device): nothing is written then.)")
       .def("set_expert",
            &set_expert,
-           "expert"_a,
+           "expert"_a.none(),
            "fc1_weight"_a.none(),
            "fc2_weight"_a.none(),
            nb::kw_only(),
@@ -448,8 +452,8 @@ numbers), RuntimeError.)")
       .def(
           "export_projection",
           &export_projection,
-          "expert"_a,
-          "projection"_a,
+          "expert"_a.none(),
+          "projection"_a.none(),
           nb::kw_only(),
           "like"_a = nb::none(),
           nb::sig("def export_projection(self, expert: int, projection: Projection, *, "

@@ -1,6 +1,8 @@
 """Every refusal: the type of the exception, and a text that names argument, requirement and what was given."""
 
 import contextlib
+import enum
+import os
 import re
 import resource
 from pathlib import Path
@@ -133,6 +135,174 @@ def test_every_written_argument_may_be_written(layer):
             array = np.zeros(8, outputs[name])
             array.flags.writeable = False
             refuses(ValueError, f"{name}: expected memory that may be written, got a read-only array", call, array)
+
+
+class TheirActivationType(enum.IntEnum):  # FlashInfer's
+    Swiglu = 3
+
+
+class SmallInteger:
+    def __index__(self):
+        return 2
+
+
+def scalar_arguments(layer):
+    """A call for every argument that is no array: its name, its kind and whether None may be given."""
+    weights = layer.weights()
+    plan = layer.plan(weights)
+    quantized = hexpert.quantize_tokens(layer.hidden_states)
+    sizes = dict(num_local_experts=1, hidden_size=2, intermediate_size=2, gated=True)
+    model = Path(__file__).parents[2] / "data" / "tiny-swiglu" / "model.safetensors"
+    calls = [
+        (
+            [hexpert.RoutedMoe.create, hexpert.RoutedMoe.workspace_bytes_for],
+            dict(weights=weights, **layer.problem),
+            dict(
+                **dict.fromkeys(["max_tokens", "top_k", "num_experts", "local_expert_offset", "num_threads"], "int"),
+                **dict.fromkeys(["alpha", "beta", "limit", "situ_b"], "float"),
+                situ_c="float or None",
+                weights="ExpertWeights",
+                activation="ActivationType",
+                backend="str",
+                batch_invariant="bool",
+            ),
+        ),
+        (
+            [plan.forward],
+            dict(zip(("hidden_states", "routing_map", "probabilities"), layer.inputs)),
+            {"token_capacity": "int or None", "use_bounded_rows": "bool", "stream": "stream"},
+        ),
+        (
+            [hexpert.quantize_tokens],
+            dict(hidden_states=layer.hidden_states),
+            {
+                "padded_hidden_size": "int or None",
+                "scale_layout": "ScaleLayout",
+                "four_over_six": "FourOverSix or None",
+                "e4m3_max": "float",
+                "num_threads": "int",
+                "stream": "stream",
+            },
+        ),
+        (
+            [hexpert.quantize_matrix],
+            dict(matrix=layer.hidden_states),
+            {
+                "scale_layout": "ScaleLayout",
+                "four_over_six": "FourOverSix or None",
+                "e4m3_max": "float",
+                "num_threads": "int",
+            },
+        ),
+        (
+            [hexpert.dequantize],
+            dict(zip(("codes", "block_scales", "outer"), quantized)),
+            {"scale_layout": "ScaleLayout"},
+        ),
+        ([hexpert.query_backend], {}, {"device": "device"}),
+        (
+            [hexpert.ExpertWeights.prepare],
+            dict(fc1_weight=layer.fc1, fc2_weight=layer.fc2),
+            {
+                "backend": "str",
+                "refuse_nonfinite": "bool",
+                "num_threads": "int",
+                "device": "device or None",
+                "stream": "stream",
+            },
+        ),
+        (
+            [hexpert.ExpertWeights.allocate],
+            sizes,
+            {
+                **dict.fromkeys(["num_local_experts", "hidden_size", "intermediate_size", "num_threads"], "int"),
+                "gated": "bool",
+                "backend": "str",
+                "device": "device",
+            },
+        ),
+        (
+            [hexpert.ExpertWeights.load],
+            dict(path=model, prefix="model.layers.0.mlp"),
+            {
+                **dict.fromkeys(["first_expert", "num_experts", "num_threads"], "int"),
+                **dict.fromkeys(["prefix", "backend"], "str"),
+                "path": "path",
+                "device": "device",
+            },
+        ),
+        ([weights.refresh], dict(fc1_weight=layer.fc1, fc2_weight=layer.fc2), {"stream": "stream"}),
+        (
+            [weights.set_expert],
+            dict(expert=0, fc1_weight=layer.fc1[0], fc2_weight=layer.fc2[0]),
+            {"expert": "int", "stream": "stream"},
+        ),
+        (
+            [weights.export_projection],
+            dict(expert=0, projection=hexpert.Projection.UP),
+            {"expert": "int", "projection": "Projection"},
+        ),
+    ]
+    for functions, arguments, kinds in calls:
+        for function in functions:
+            for name, kind in kinds.items():
+                kind, _, none = kind.partition(" or ")
+                call = lambda value, f=function, a=arguments, n=name: f(**(a | {n: value}))  # noqa: E731
+                yield name, call, kind, none != "" or kind == "stream"
+
+
+WRONG_SCALARS = [None, "x", b"x", True, 1, 3, 1.5, 2**70, -1, [1], object(), TheirActivationType.Swiglu, "\udcff"]
+TAKEN = {"int": (int,), "bool": (bool,), "float": (int, float), "str": (str,), "device": (), "stream": (int,),
+         "path": (str, bytes)}  # fmt: skip
+WORDS = {
+    "int": "an int",
+    "bool": "True or False",
+    "float": "a float",
+    "str": "a str",
+    "device": '"cpu", "cuda" or "cuda:N" with N in 0..9999',
+    "stream": "a cudaStream_t as int >= 0",
+    "path": "str, bytes or os.PathLike",
+}
+
+
+def test_every_scalar_argument(layer):
+    for name, call, kind, none_is_taken in scalar_arguments(layer):
+        for value in WRONG_SCALARS:
+            if isinstance(value, TAKEN.get(kind, ())) or (value is None and none_is_taken):
+                continue
+            wanted = WORDS.get(kind, f"hexpert.{kind}")
+            given = {list: "list", object: "object"}.get(type(value), repr(value))
+            error = ValueError if kind == "device" and isinstance(value, str) else TypeError
+            refuses(error, f"{name}: expected {wanted}, got {given}", call, value)
+
+
+def test_numbers_out_of_range(layer):
+    bits = {"num_threads": 32}
+    for name, call, kind, _ in scalar_arguments(layer):
+        if kind == "int":
+            for value in (2**70, -(2**70)):
+                refuses(ValueError, f"{name}: expected an int of {bits.get(name, 64)} bits, got {value}", call, value)
+            refuses(ValueError, f"{name}: expected an int of {bits.get(name, 64)} bits, got int", call, 10**5000)
+        elif kind == "stream":
+            for value in (-1, 2**64):
+                refuses(ValueError, f"stream: expected a cudaStream_t as int >= 0, got {value}", call, value)
+        elif kind == "float":
+            refuses(ValueError, f"{name}: expected a float of 64 bits, got", call, 10**400)
+    refuses(ValueError, "num_threads: expected an int of 32 bits, got 2147483648", layer.plan, num_threads=1 << 31)
+
+
+def test_numbers_of_other_types(layer):
+    """What Python's own functions take for an integer or a float is one."""
+    want = layer.plan().forward(*layer.inputs)
+    for two in (np.int64(2), np.uint8(2), np.array(2), SmallInteger()):
+        plan = layer.plan(top_k=two, alpha=np.float32(1), beta=0, num_threads=two)
+        assert np.array_equal(plan.forward(*layer.inputs), want)
+    for kind in (TheirActivationType.Swiglu, 3, np.int32(3)):
+        with pytest.raises(TypeError, match="activation: expected hexpert.ActivationType, got"):
+            layer.plan(activation=kind)
+    broken = type("Broken", (), {"__index__": lambda self: 1 // 0})()
+    with pytest.raises(ZeroDivisionError):
+        layer.plan(top_k=broken)
 
 
 def test_prepare_shapes(layer):
@@ -274,8 +444,6 @@ def test_create(layer):
     for backend in hexpert.list_backends():
         if not backend.available and backend.device == "cpu":
             refuses(hexpert.UnsupportedError, backend.reason, layer.plan, backend=backend.name)
-    with pytest.raises(TypeError, match="max_tokens"):
-        layer.plan(max_tokens=None)
 
 
 def test_forward(layer):
@@ -322,7 +490,13 @@ def test_out(layer):
 
 
 def test_devices():
-    refuses(ValueError, 'device: expected "cpu", "cuda" or "cuda:N", got tpu', hexpert.query_backend, "tpu")
+    for name in ("tpu", "cuda:x", "cuda:", "cuda:-1", "cuda:10000", ""):
+        refuses(
+            ValueError,
+            f'device: expected "cpu", "cuda" or "cuda:N" with N in 0..9999, got {name!r}',
+            hexpert.query_backend,
+            name,
+        )
     if not any(b.available and b.name.startswith("cuda") for b in hexpert.list_backends()):
         refuses(hexpert.UnsupportedError, "cuda:7", hexpert.query_backend, "cuda:7")
 
@@ -332,8 +506,14 @@ def test_load(tmp_path):
     refuses(ValueError, "missing.safetensors", load, tmp_path / "missing.safetensors", "x")
     (tmp_path / "bad.safetensors").write_bytes(b"not one")
     refuses(ValueError, "invalid file", load, str(tmp_path / "bad.safetensors"), "x")
-    with pytest.raises(TypeError):
-        load(None, "x")
+    refuses(ValueError, "path: expected a path without NUL", load, "a\0b", "x")
+    refuses(ValueError, "not found: '\\xff': cannot open", load, os.fsdecode(b"\xff"), "x")
+
+
+def test_load_takes_every_path():
+    model = Path(__file__).parents[2] / "data" / "tiny-swiglu" / "model.safetensors"
+    for path in (model, str(model), os.fsencode(model)):
+        assert hexpert.ExpertWeights.load(path, "model.layers.0.mlp").num_local_experts == 16
 
 
 def test_zero_tokens(layer):

@@ -4,6 +4,7 @@ import dataclasses
 import enum
 import inspect
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -291,6 +292,7 @@ def test_refused():
         arguments = dict(hidden_states=x, routing_map=ids, probabilities=p, weights=weights) | ROUTING | changed
         return megatron.flashinfer_routed_nvfp4_moe(**arguments)
 
+    run()  # a plan is there already
     for error, text, changed in [
         (TypeError, "weights: expected FlashInferRoutedNVFP4Weights, got None", dict(weights=None)),
         (TypeError, "hidden_states: expected a torch.Tensor, got None", dict(hidden_states=None)),
@@ -303,6 +305,14 @@ def test_refused():
         (TypeError, "probabilities: expected f32", dict(probabilities=p.bfloat16())),
         (ValueError, "num_experts: expected >= 1, got 0", dict(num_experts=0)),
         (ValueError, "local_expert_offset: expected", dict(local_expert_offset=4)),
+        *[
+            (TypeError, re.escape(f"{name}: expected an int, got {value!r}"), {name: value})
+            for name in ("num_experts", "local_expert_offset")
+            for value in ([6], 6.0, "6", None)
+        ],
+        (ValueError, "num_experts: expected an int of 64 bits", dict(num_experts=2**70)),
+        (TypeError, "token_capacity: expected an int, got 4.0", dict(token_capacity=4.0)),
+        (TypeError, "use_bounded_rows: expected True or False, got 1", dict(use_bounded_rows=1)),
         (ValueError, "token_capacity: expected >= 0", dict(token_capacity=-1)),
         (ValueError, "out: expected", dict(out=torch.empty(3, 80))),
         (ValueError, "out: expected memory that overlaps no input", dict(out=x)),
@@ -313,3 +323,5 @@ def test_refused():
         megatron.prepare_routed_nvfp4_weights(fc1, fc2, {})
     with pytest.raises(ValueError, match="multiple of 16"):
         megatron.quantize_routed_nvfp4_input(x, 100)
+    with pytest.raises(TypeError, match="padded_hidden_size: expected an int, got '64'"):
+        megatron.quantize_routed_nvfp4_input(x, "64")
