@@ -14,6 +14,12 @@ std::string text_of(nb::handle object) {
   return {bytes.c_str(), bytes.size()};
 }
 
+std::string type_text(nb::handle type) {
+  const std::string module = text_of(nb::object(type.attr("__module__")));
+  return (module == "builtins" ? "" : module + ".") +
+         text_of(nb::object(type.attr("__qualname__")));
+}
+
 std::string given_text(nb::handle given) {
   if (given.is_none()) return "None";
   for (PyTypeObject* shown : {&PyLong_Type, &PyFloat_Type, &PyUnicode_Type, &PyBytes_Type}) {
@@ -23,10 +29,7 @@ std::string given_text(nb::handle given) {
     if (!value.is_valid()) PyErr_Clear();  // an integer of thousands of digits
     if (value.is_valid() && nb::len(value) <= kShort) return text_of(value);
   }
-  const nb::handle type(given.type());
-  const std::string module = text_of(nb::object(type.attr("__module__")));
-  return (module == "builtins" ? "" : module + ".") +
-         text_of(nb::object(type.attr("__qualname__")));
+  return type_text(given.type());
 }
 
 void wrong_type(const char* name, const std::string& wanted, nb::handle given) {

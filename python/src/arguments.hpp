@@ -13,6 +13,8 @@ namespace nb = nanobind;
 
 // Text that may hold what UTF-8 does not.
 std::string text_of(nb::handle object);
+// Of a type: "list", "numpy.ndarray".
+std::string type_text(nb::handle type);
 // The value of what was given when it is short, else its type: "None", "'2'", "2.5", "numpy.ndarray".
 std::string given_text(nb::handle given);
 

@@ -116,7 +116,7 @@ NumpyDtype numpy_dtype(nb::handle dtype) {
   return found;
 }
 
-// What is known of a Python type; looked up once.
+// What is known of a Python type.
 struct TypeInfo {
   nb::handle type;
   Framework framework = Framework::kOther;
@@ -142,21 +142,24 @@ TypeInfo look_at(nb::handle object) {
   } else if (is_instance(object, "numpy", "ndarray")) {
     info.framework = Framework::kNumpy;
   } else {
-    info.is_array = nb::hasattr(object, "__dlpack__") && nb::hasattr(object, "__dlpack_device__");
+    info.is_array = !nb::isinstance<nb::type_object>(object) && nb::hasattr(object, "__dlpack__") &&
+                    nb::hasattr(object, "__dlpack_device__");
     if (is_instance(object, "cupy", "ndarray")) info.framework = Framework::kCupy;
   }
   return info;
 }
 
-// Guarded by the interpreter lock. Types are kept alive, so that none is taken for another.
+// The frameworks' own types are looked up once, and kept alive: none is taken for another. A type of the program
+// would keep alive what it refers to, the globals of its module too. Guarded by the interpreter lock.
 TypeInfo info_of(nb::handle object) {
-  constexpr size_t kMostTypes = 32;
   static std::vector<TypeInfo> known;
   for (const TypeInfo& info : known) {
     if (info.type.is(object.type())) return info;
   }
   const TypeInfo info = look_at(object);
-  if (info.is_array && known.size() < kMostTypes) {
+  if (info.framework == Framework::kOther) return info;
+  const std::string name = type_text(info.type);
+  if (name.starts_with("torch.") || name.starts_with("numpy.") || name.starts_with("cupy.")) {
     info.type.inc_ref();
     known.push_back(info);
   }
@@ -360,31 +363,51 @@ void Array::take_torch() {
   view_.data = reinterpret_cast<void*>(nb::cast<uintptr_t>(object_.attr("data_ptr")()));
 }
 
+// What an exporter returns. These exceptions are how one says no; others, KeyboardInterrupt among them, are raised.
+template <typename Call>
+nb::object Array::ask_exporter(const Call& call) const {
+  try {
+    return call();
+  } catch (nb::python_error& error) {
+    if (!error.matches(PyExc_BufferError) && !error.matches(PyExc_TypeError) &&
+        !error.matches(PyExc_ValueError)) {
+      throw;
+    }
+    wrong_dtype(fmt::format("{} that has no DLPack form: {}: {}",
+                            name_of_type(object_),
+                            text_of(error.type().attr("__name__")),
+                            text_of(error.value())));
+  }
+}
+
 // Exporters from before DLPack 1 do not know max_version.
 nb::object Array::export_capsule(const nb::dict& arguments) const {
   nb::dict versioned;
   for (auto [key, value] : arguments)
     versioned[key] = value;
   versioned["max_version"] = nb::make_tuple(DLPACK_MAJOR_VERSION, DLPACK_MINOR_VERSION);
-  const nb::object method = object_.attr("__dlpack__");
-  for (const nb::dict& keywords : {versioned, arguments}) {
+  return ask_exporter([&]() -> nb::object {
+    const nb::object method = object_.attr("__dlpack__");
     try {
-      return method(**keywords);
+      return method(**versioned);
     } catch (nb::python_error& error) {
-      const bool last = !keywords.contains("max_version");
-      if (last || !error.matches(PyExc_TypeError)) {
-        wrong_dtype(
-            fmt::format("{} that has no DLPack form: {}", name_of_type(object_), error.what()));
-      }
+      if (!error.matches(PyExc_TypeError)) throw;
     }
-  }
-  return {};
+    return method(**arguments);
+  });
 }
 
 void Array::take_dlpack(Stream consumer) {
-  const nb::object device = object_.attr("__dlpack_device__")();
+  const nb::object device =
+      ask_exporter([&] { return nb::object(object_.attr("__dlpack_device__")()); });
+  int type = 0;
+  if (!nb::isinstance<nb::tuple>(device) || nb::len(device) != 2 ||
+      !nb::try_cast<int>(device[0], type)) {
+    wrong_dtype(
+        fmt::format("{} whose __dlpack_device__ is no pair of integers", name_of_type(object_)));
+  }
   nb::dict arguments;
-  if (nb::cast<int>(device[0]) == kDLCUDA) {
+  if (type == kDLCUDA) {
     const auto stream = reinterpret_cast<uintptr_t>(consumer.handle);
     arguments["stream"] = stream == 0 ? 1 : stream;  // DLPack spells the default stream 1
   }
@@ -401,8 +424,11 @@ void Array::take_dlpack(Stream consumer) {
     read_only_ = (managed->flags & DLPACK_FLAG_BITMASK_READ_ONLY) != 0;
     tensor = &managed->dl_tensor;
   } else {
+    if (PyCapsule_IsValid(capsule.ptr(), "dltensor") == 0) {
+      wrong_dtype(fmt::format("{} whose __dlpack__ gives no DLPack capsule, or one that was used",
+                              name_of_type(object_)));
+    }
     auto* managed = static_cast<DLManagedTensor*>(PyCapsule_GetPointer(capsule.ptr(), "dltensor"));
-    if (managed == nullptr) throw nb::python_error();
     PyCapsule_SetName(capsule.ptr(), "used_dltensor");
     managed_ = {managed, release_managed<DLManagedTensor>};
     tensor = &managed->dl_tensor;

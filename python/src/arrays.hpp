@@ -63,6 +63,8 @@ class Array {
   bool take_exchange(const DLPackExchangeAPI& exchange);
   void take_torch();
   void take_dlpack(Stream consumer);
+  template <typename Call>
+  nb::object ask_exporter(const Call& call) const;
   nb::object export_capsule(const nb::dict& arguments) const;
   void check_dtype() const;
   [[noreturn]] void wrong_dtype(const std::string& given) const;

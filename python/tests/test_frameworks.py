@@ -142,6 +142,53 @@ def test_any_exporter(layer, versioned):
         plan.forward(*layer.inputs, Exporter(out, versioned))
 
 
+class Broken(Exporter):
+    """An exporter whose methods give `device` and `capsule`, or raise them."""
+
+    def __init__(self, device=(1, 0), capsule=None):
+        self.device, self.capsule = device, capsule
+
+    def __dlpack_device__(self):
+        return self.give(self.device)
+
+    def __dlpack__(self, **_):
+        return self.give(self.capsule)
+
+    @staticmethod
+    def give(value):
+        if isinstance(value, BaseException):
+            raise value
+        return value
+
+
+def test_broken_exporters(layer):
+    plan = layer.plan()
+    used = np.zeros((6, 2), np.float32).__dlpack__()
+    plan.forward(*layer.inputs[:2], Broken(capsule=used))
+    name = "probabilities: expected f32, got Broken"
+    for broken, text in [
+        (Broken(capsule=used), f"{name} whose __dlpack__ gives no DLPack capsule, or one that was used"),
+        (Broken(capsule=None), f"{name} whose __dlpack__ gives no DLPack capsule, or one that was used"),
+        (Broken(capsule=BufferError("not now")), f"{name} that has no DLPack form: BufferError: not now"),
+        (Broken(capsule=TypeError("no")), f"{name} that has no DLPack form: TypeError: no"),
+        (Broken(device=ValueError("what?")), f"{name} that has no DLPack form: ValueError: what?"),
+        *[
+            (Broken(device=device), f"{name} whose __dlpack_device__ is no pair of integers")
+            for device in (None, 1, (), (1,), ("cpu", 0))
+        ],
+        (np.ndarray, "probabilities: expected an array of f32 (numpy, torch, or any with __dlpack__), got type"),
+        (Broken, "probabilities: expected an array of f32 (numpy, torch, or any with __dlpack__), got type"),
+    ]:
+        with pytest.raises(TypeError) as caught:
+            plan.forward(*layer.inputs[:2], broken)
+        assert str(caught.value).removeprefix("invalid dtype: ") == text
+    for error in (KeyboardInterrupt(), MemoryError(), RuntimeError("the array was deleted")):
+        for broken in (Broken(device=error), Broken(capsule=error)):
+            with pytest.raises(type(error)) as caught:
+                plan.forward(*layer.inputs[:2], broken)
+            assert caught.value is error
+
+
 def test_checkpoint():
     model = Path(__file__).parents[2] / "data" / "tiny-swiglu" / "model.safetensors"
     weights = hexpert.ExpertWeights.load(model, "model.layers.0.mlp")

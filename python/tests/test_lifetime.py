@@ -5,6 +5,7 @@ import gc
 import subprocess
 import sys
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -84,6 +85,26 @@ def test_exports_are_given_back(layer):
     gc.collect()
     after = sys.getrefcount(layer.probabilities)  # an assert would hold a reference of its own
     assert p.exports == 40 and after == before
+
+
+def test_types_of_the_program_are_given_back(layer):
+    """A type that was kept would keep the globals of its module alive."""
+    plan = layer.plan()
+    want = plan.forward(*layer.inputs)
+
+    class OwnArray(np.ndarray):
+        pass
+
+    class OwnExporter(Exporter):
+        pass
+
+    got = plan.forward(*layer.inputs[:2], OwnExporter(layer.probabilities))
+    assert np.array_equal(got, want)
+    assert np.array_equal(plan.forward(layer.hidden_states.view(OwnArray), *layer.inputs[1:]), want)
+    kinds = [weakref.ref(OwnArray), weakref.ref(OwnExporter)]
+    del OwnArray, OwnExporter
+    gc.collect()
+    assert not any(kind() for kind in kinds)
 
 
 def test_memory_does_not_grow(layer):
