@@ -175,22 +175,20 @@ TEST_F(Create, ActivationParameters) {
   constexpr ErrorCode kInvalid = ErrorCode::kInvalidArgument;
   Activation a = kSiTu;
   a.type = static_cast<ActivationType>(5);
-  expect_activation(ErrorCode::kUnsupported, "activation.type: expected 0..4, got 5", a);
+  expect_activation(ErrorCode::kUnsupported, "activation: expected 0..4, got 5", a);
   for (const auto& [b, text] :
        {std::pair{0.0F, "0"}, {-1.0F, "-1"}, {kInf, "inf"}, {kNan, "nan"}}) {
     a = kSiTu;
     a.situ_b = b;
     expect_activation(
-        kInvalid, std::string("activation.situ_b: expected a finite number > 0, got ") + text, a);
+        kInvalid, std::string("situ_b: expected a finite number > 0, got ") + text, a);
     a = kSiTu;
     a.situ_c = b;
     expect_activation(
-        kInvalid,
-        std::string("activation.situ_c: expected a finite number > 0, or none, got ") + text,
-        a);
+        kInvalid, std::string("situ_c: expected a finite number > 0, or none, got ") + text, a);
   }
   a = {.type = ActivationType::kSiTu, .situ_c = 1.0F};  // c without b
-  expect_activation(kInvalid, "activation.situ_b: expected a finite number > 0, got 0", a);
+  expect_activation(kInvalid, "situ_b: expected a finite number > 0, got 0", a);
   a = kSwiGlu;
   a.situ_b = 1;
   expect_activation(kInvalid, "activation: situ_b and situ_c belong to situ, got swiglu", a);
@@ -199,15 +197,15 @@ TEST_F(Create, ActivationParameters) {
   expect_activation(kInvalid, "activation: situ_b and situ_c belong to situ, got geglu_tanh", a);
   a = kOai;
   a.limit = 0;
-  expect_activation(kInvalid, "activation.limit: expected a number > 0, got 0", a);
+  expect_activation(kInvalid, "limit: expected a number > 0, got 0", a);
   a.limit = kNan;
-  expect_activation(kInvalid, "activation.limit: expected a number > 0, got nan", a);
+  expect_activation(kInvalid, "limit: expected a number > 0, got nan", a);
   a = kOai;
   a.alpha = kInf;
-  expect_activation(kInvalid, "activation.alpha: expected a finite number, got inf", a);
+  expect_activation(kInvalid, "alpha: expected a finite number, got inf", a);
   a = kOai;
   a.beta = kNan;
-  expect_activation(kInvalid, "activation.beta: expected a finite number, got nan", a);
+  expect_activation(kInvalid, "beta: expected a finite number, got nan", a);
   a = kSwiGlu;
   a.limit = 7;
   expect_activation(

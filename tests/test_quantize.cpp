@@ -346,7 +346,7 @@ TEST(Quantize, BadArgumentsAreNamedAndNothingIsWritten) {
       {"padded odd", ErrorCode::kInvalidArgument, "got 72", tokens(same, same, 72)},
       {"threads",
        ErrorCode::kInvalidArgument,
-       "options.num_threads: expected 0..1024, got -1",
+       "num_threads: expected 0..1024, got -1",
        tokens(same, same, 64, {std::nullopt, -1})},
       {"e4m3_max",
        ErrorCode::kInvalidArgument,

@@ -436,8 +436,7 @@ TEST(Weights, NumberOfThreadsIsLimited) {
     options.num_threads = threads;
     const Status status = ExpertWeights::allocate({1, 16, 16, false}, options).status();
     EXPECT_EQ(status.code(), ErrorCode::kInvalidArgument);
-    EXPECT_EQ(status.message(),
-              "options.num_threads: expected 0..1024, got " + std::to_string(threads));
+    EXPECT_EQ(status.message(), "num_threads: expected 0..1024, got " + std::to_string(threads));
   }
 }
 

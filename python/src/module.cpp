@@ -50,9 +50,12 @@ struct Quantized {
       outer = new_array(like, {per_row ? rows : 1}, "float32");
       return;
     }
-    if (!nb::isinstance<nb::tuple>(out) || nb::len(out) != 3) {
-      raise({ErrorCode::kInvalidDtype,
-             "out: expected a tuple of three arrays: codes, block_scales, outer"});
+    const bool is_tuple = nb::isinstance<nb::tuple>(out);
+    if (!is_tuple || nb::len(out) != 3) {
+      raise(
+          {ErrorCode::kInvalidDtype,
+           fmt::format("out: expected a tuple of three arrays: codes, block_scales, outer; got {}",
+                       is_tuple ? fmt::format("{} of them", nb::len(out)) : given_text(out))});
     }
     codes = out[0];
     block_scales = out[1];
@@ -134,7 +137,7 @@ nb::tuple quantize(const char* name,
   const int64_t cols = padded.value_or(round_up(view.shape[1], per_row ? kBlockSize : 1));
   if (cols < 0 || cols % kBlockSize != 0 || cols > int64_t{1} << 40) {
     raise({per_row && padded ? ErrorCode::kInvalidArgument : ErrorCode::kInvalidShape,
-           fmt::format("{}: expected a multiple of {}, got {}",
+           fmt::format("{}: expected a multiple of {}, 0 to 2^40, got {}",
                        padded ? "padded_hidden_size" : std::string(name) + " columns",
                        kBlockSize,
                        cols)});

@@ -385,12 +385,15 @@ def test_quantize(layer):
         layer.hidden_states,
         32,
     )
-    refuses(ValueError, "padded_hidden_size: expected a multiple of 16, got 50", quantize, layer.hidden_states, 50)
+    refuses(ValueError, "padded_hidden_size: expected a multiple of 16, 0 to 2^40, got 50", quantize, layer.hidden_states, 50)
+    refuses(ValueError, "0 to 2^40, got 1125899906842624", quantize, layer.hidden_states, 1 << 50)
     refuses(
         ValueError, "hidden_states: expected a column stride of 1, got 6", quantize, bf16(np.zeros((48, 6))).T
     )
     out = quantize(layer.hidden_states)
-    refuses(TypeError, "out: expected a tuple of three arrays", quantize, layer.hidden_states, out=out[0])
+    wanted = "out: expected a tuple of three arrays: codes, block_scales, outer; got "
+    for wrong, given in ((out[0], "numpy.ndarray"), ([*out], "list"), (out[:2], "2 of them"), (3, "3")):
+        refuses(TypeError, wanted + given, quantize, layer.hidden_states, out=wrong)
     refuses(
         TypeError,
         "out[2]: expected an array of f32",
@@ -437,7 +440,24 @@ def test_create(layer):
         layer.plan,
         activation=hexpert.ActivationType.SQUARED_RELU,
     )
-    refuses(ValueError, "situ_b", layer.plan, activation=hexpert.ActivationType.SITU)
+    oai, situ = hexpert.ActivationType.SWIGLU_OAI, hexpert.ActivationType.SITU
+    for text, options in [
+        ("situ_b: expected a finite number > 0, got 0", dict(activation=situ)),
+        ("situ_b: expected a finite number > 0, got 0", dict(activation=situ, situ_c=1.5)),  # c without b
+        ("situ_c: expected a finite number > 0, or none, got 0", dict(activation=situ, situ_b=1, situ_c=0)),
+        ("alpha: expected a finite number, got nan", dict(activation=oai, alpha=float("nan"))),
+        ("beta: expected a finite number, got inf", dict(activation=oai, beta=float("inf"))),
+        ("limit: expected a number > 0, got -1", dict(activation=oai, limit=-1)),
+        ("activation: situ_b and situ_c belong to situ, got swiglu", dict(situ_c=1.5)),
+        ("num_threads: expected 0..1024, got -1", dict(num_threads=-1)),
+    ]:
+        refuses(ValueError, f"invalid argument: {text}", layer.plan, **options)
+    for call in (
+        lambda: hexpert.quantize_tokens(layer.hidden_states, num_threads=-1),
+        lambda: hexpert.quantize_matrix(layer.hidden_states, num_threads=-1),
+        lambda: hexpert.ExpertWeights.prepare(layer.fc1, layer.fc2, num_threads=-1),
+    ):
+        refuses(ValueError, "invalid argument: num_threads: expected 0..1024, got -1", call)
     refuses(ValueError, "backend: expected one of ", layer.plan, backend="abacus")
     with little_memory():
         refuses(MemoryError, "workspace: ", layer.plan, max_tokens=1, top_k=(1 << 31) - 1, num_threads=1024)

@@ -345,7 +345,7 @@ Result<QuantizeSummary> quantize_checkpoint(const Checkpoint& input,
                                             const std::string& output,
                                             const QuantizeCheckpointOptions& options) {
   return io::without_bad_alloc([&]() -> Result<QuantizeSummary> {
-    HX_RETURN_IF_ERROR(check_num_threads("options.num_threads", options.num_threads));
+    HX_RETURN_IF_ERROR(check_num_threads("num_threads", options.num_threads));
     std::string target = output;
     while (target.size() > 1 && target.ends_with('/'))
       target.pop_back();

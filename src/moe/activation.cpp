@@ -12,8 +12,7 @@ bool is_finite_positive(float v) {
 }
 
 Status refuse(std::string_view name, std::string_view expected, float got) {
-  return {ErrorCode::kInvalidArgument,
-          fmt::format("activation.{}: expected {}, got {}", name, expected, got)};
+  return {ErrorCode::kInvalidArgument, fmt::format("{}: expected {}, got {}", name, expected, got)};
 }
 
 Status validate_parameters(const Activation& a) {
@@ -71,7 +70,7 @@ bool is_gated(ActivationType type) {
 Status validate_activation(const Activation& activation, bool weights_are_gated) {
   if (activation.type > ActivationType::kSiTu) {
     return {ErrorCode::kUnsupported,
-            fmt::format("activation.type: expected 0..{}, got {}",
+            fmt::format("activation: expected 0..{}, got {}",
                         static_cast<int>(ActivationType::kSiTu),
                         static_cast<int>(activation.type))};
   }

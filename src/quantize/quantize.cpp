@@ -26,7 +26,7 @@ int threads_for(int64_t elements, int requested) {
 }
 
 Status check_options(const QuantizeOptions& options) {
-  HX_RETURN_IF_ERROR(check_num_threads("options.num_threads", options.num_threads));
+  HX_RETURN_IF_ERROR(check_num_threads("num_threads", options.num_threads));
   if (options.four_over_six.has_value()) {
     const float e4m3_max = options.four_over_six->e4m3_max;
     if (e4m3_max != 448.0F && e4m3_max != 256.0F) {

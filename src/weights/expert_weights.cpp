@@ -296,7 +296,7 @@ Result<ExpertWeights> ExpertWeights::allocate(const ExpertShape& shape,
                               shape.hidden_size,
                               shape.intermediate_size));
   }
-  HX_RETURN_IF_ERROR(check_num_threads("options.num_threads", options.num_threads));
+  HX_RETURN_IF_ERROR(check_num_threads("num_threads", options.num_threads));
   Result<const Backend*> backend = find_backend(options.backend, options.device);
   if (!backend.ok()) return backend.status();
   return without_bad_alloc([&]() -> Result<ExpertWeights> {
