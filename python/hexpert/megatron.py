@@ -23,7 +23,6 @@ FLOAT4_E2M1_MAX = 6.0
 FLOAT8_E4M3_MAX = 448.0
 # Each token's largest magnitude lands on the end of the E2M1 x E4M3 grid. As FP32: 0x39C30C31.
 PER_TOKEN_ACTIVATION_GLOBAL_SCALE = 1.0 / (FLOAT8_E4M3_MAX * FLOAT4_E2M1_MAX)
-HAVE_FLASHINFER_ROUTED_NVFP4 = any(backend.available for backend in _core.list_backends())
 
 _EXPORTED = ("fc1_data", "fc1_scale_swizzled", "fc1_alpha", "fc2_data", "fc2_scale_swizzled", "fc2_alpha")
 
@@ -49,6 +48,17 @@ def require_flashinfer_routed_nvfp4() -> None:
     """Raises UnsupportedError, with the reason of each backend, when there is none for the device: the
     current GPU where torch has one, else the CPU."""
     _core.query_backend("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _have_flashinfer_routed_nvfp4() -> bool:
+    try:
+        require_flashinfer_routed_nvfp4()
+    except UnsupportedError:
+        return False
+    return True
+
+
+HAVE_FLASHINFER_ROUTED_NVFP4 = _have_flashinfer_routed_nvfp4()
 
 
 @dataclass(eq=False, repr=False)

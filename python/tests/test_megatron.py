@@ -56,6 +56,24 @@ def test_constants():
         assert megatron.require_flashinfer_routed_nvfp4() is None
 
 
+@pytest.mark.parametrize("gpu", [False, True])
+def test_what_can_run_is_what_is_required(monkeypatch, gpu):
+    asked = []
+
+    def query(device):
+        asked.append(device)
+        raise hexpert.UnsupportedError("no backend")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(hexpert._core, "query_backend", lambda device: asked.append(device) or "some")
+    assert megatron._have_flashinfer_routed_nvfp4() is True and megatron.require_flashinfer_routed_nvfp4() is None
+    monkeypatch.setattr(hexpert._core, "query_backend", query)
+    assert megatron._have_flashinfer_routed_nvfp4() is False
+    with pytest.raises(hexpert.UnsupportedError, match="no backend"):
+        megatron.require_flashinfer_routed_nvfp4()
+    assert asked == [("cuda" if gpu else "cpu")] * 4
+
+
 def test_signatures():
     def text(function):
         return [
