@@ -24,6 +24,18 @@ struct Layer {
   std::unique_ptr<std::mutex> mutex = std::make_unique<std::mutex>();
 };
 
+// The workspace may refer to the layer: an array of a class of the program, say.
+int traverse(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  if (nb::inst_ready(self)) Py_VISIT(nb::inst_ptr<Layer>(self)->workspace.ptr());
+  return 0;
+}
+
+int clear(PyObject* self) {
+  if (nb::inst_ready(self)) nb::inst_ptr<Layer>(self)->workspace = nb::none();
+  return 0;
+}
+
 nb::object forward(Layer& self,
                    nb::handle hidden_states,
                    nb::handle routing_map,
@@ -189,8 +201,13 @@ void bind_moe(nb::module_& m) {
       .value("SITU",
              ActivationType::kSiTu,
              "b tanh(g / b) sigmoid(g) c tanh(u / c), or u for the last");
-  nb::class_<Layer> layer(
-      m, "RoutedMoe", R"(One routed mixture-of-experts layer, planned once and run many times.
+  static PyType_Slot slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(traverse)},
+                                {Py_tp_clear, reinterpret_cast<void*>(clear)},
+                                {0, nullptr}};
+  nb::class_<Layer> layer(m,
+                          "RoutedMoe",
+                          nb::type_slots(slots),
+                          R"(One routed mixture-of-experts layer, planned once and run many times.
 
 Keeps its weights alive; they may be refreshed in place between forwards. Threads take turns.)");
   bind_planned(layer,

@@ -107,6 +107,22 @@ def test_types_of_the_program_are_given_back(layer):
     assert not any(kind() for kind in kinds)
 
 
+def test_a_cycle_through_the_workspace_is_given_back(layer):
+    class Workspace(np.ndarray):
+        pass
+
+    weights = layer.weights()
+    size = hexpert.RoutedMoe.workspace_bytes_for(weights, **layer.problem)
+    memory = np.zeros(size + 256, np.uint8)
+    start = -memory.ctypes.data % 256
+    workspace = memory[start : start + size].view(Workspace)
+    workspace.layer = layer.plan(weights, workspace=workspace)
+    gone = weakref.ref(workspace)
+    del workspace
+    gc.collect()
+    assert gone() is None
+
+
 def test_memory_does_not_grow(layer):
     resource = pytest.importorskip("resource")
     big = Layer(experts=8, hidden=512, inter=512, tokens=32)
