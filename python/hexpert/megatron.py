@@ -6,8 +6,10 @@ serves devices that FlashInfer has no kernels for. Arguments, defaults, shapes a
 published page of that module; docs/megatron.md lists the few places where hexpert had to choose.
 """
 
+import itertools
 import operator
 import threading
+import weakref
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -131,6 +133,8 @@ class FlashInferRoutedNVFP4Weights:
         self._plans: dict[tuple[Any, ...], tuple[RoutedMoe, int]] = {}  # and its most tokens
         self._outgrown: list[RoutedMoe] = []  # captured graphs may still point into their workspaces
         self._lock = threading.Lock()
+        self._number = next(_numbers)
+        _weights_of[self._number] = self
 
     def __getattr__(self, name: str) -> Any:
         if name not in _EXPORTED + ("fc1_scale", "fc2_scale") or "_weights" not in self.__dict__:
@@ -271,12 +275,35 @@ def flashinfer_routed_nvfp4_moe(
             raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
         if tensor.dim() != 2:
             raise ValueError(f"{name}: expected rank 2, got {list(tensor.shape)}")
+    inputs = hidden_states, routing_map, probabilities
+    routing = num_experts, local_expert_offset, _activation(activation_type).name
+    bounds = token_capacity, use_bounded_rows
+    if not torch.compiler.is_compiling():
+        return _run(*inputs, out, weights, *routing, *bounds)
+    if out is None:
+        return _moe(*inputs, weights._number, *routing, *bounds)
+    _moe_out(*inputs, out, weights._number, *routing, *bounds)
+    return out
+
+
+def _run(
+    hidden_states: Tensor,
+    routing_map: Tensor,
+    probabilities: Tensor,
+    out: Tensor | None,
+    weights: FlashInferRoutedNVFP4Weights,
+    num_experts: int,
+    local_expert_offset: int,
+    activation: str,
+    token_capacity: int | None,
+    use_bounded_rows: bool,
+) -> Tensor:
     layer = weights._layer(
         hidden_states.shape[0],
         routing_map.shape[1],
         _integer("num_experts", num_experts),
         _integer("local_expert_offset", local_expert_offset),
-        _activation(activation_type),
+        _core.ActivationType[activation],
     )
     return layer.forward(
         hidden_states,
@@ -286,6 +313,56 @@ def flashinfer_routed_nvfp4_moe(
         token_capacity=token_capacity,
         use_bounded_rows=use_bounded_rows,
     )
+
+
+# The same for torch.compile. Custom ops take tensors, numbers and text only, so weights travel as their number.
+_numbers = itertools.count()
+_weights_of: "weakref.WeakValueDictionary[int, FlashInferRoutedNVFP4Weights]" = weakref.WeakValueDictionary()
+
+
+@torch.library.custom_op("hexpert::flashinfer_routed_nvfp4_moe", mutates_args=())
+def _moe(
+    hidden_states: Tensor,
+    routing_map: Tensor,
+    probabilities: Tensor,
+    weights: int,
+    num_experts: int,
+    local_expert_offset: int,
+    activation: str,
+    token_capacity: int | None,
+    use_bounded_rows: bool,
+) -> Tensor:
+    routing = num_experts, local_expert_offset, activation
+    inputs = hidden_states, routing_map, probabilities
+    return _run(*inputs, None, _weights_of[weights], *routing, token_capacity, use_bounded_rows)
+
+
+@_moe.register_fake
+def _(hidden_states: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(hidden_states)
+
+
+@torch.library.custom_op("hexpert::flashinfer_routed_nvfp4_moe_out", mutates_args=("out",))
+def _moe_out(
+    hidden_states: Tensor,
+    routing_map: Tensor,
+    probabilities: Tensor,
+    out: Tensor,
+    weights: int,
+    num_experts: int,
+    local_expert_offset: int,
+    activation: str,
+    token_capacity: int | None,
+    use_bounded_rows: bool,
+) -> None:
+    routing = num_experts, local_expert_offset, activation
+    inputs = hidden_states, routing_map, probabilities
+    _run(*inputs, out, _weights_of[weights], *routing, token_capacity, use_bounded_rows)
+
+
+@_moe_out.register_fake
+def _(*_: Any) -> None:
+    return None
 
 
 def _integer(name: str, given: Any) -> int:

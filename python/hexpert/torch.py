@@ -27,24 +27,50 @@ def _register(owner: nn.Module, layer: RoutedMoe) -> int:
 
 
 @torch.library.custom_op("hexpert::routed_moe", mutates_args=())
-def _routed_moe(hidden_states: Tensor, routing_map: Tensor, probabilities: Tensor, layer: int) -> Tensor:
-    return _layers[layer].forward(hidden_states, routing_map, probabilities)
+def _routed_moe(
+    hidden_states: Tensor,
+    routing_map: Tensor,
+    probabilities: Tensor,
+    layer: int,
+    token_capacity: int | None = None,
+    use_bounded_rows: bool = False,
+) -> Tensor:
+    return _layers[layer].forward(
+        hidden_states,
+        routing_map,
+        probabilities,
+        token_capacity=token_capacity,
+        use_bounded_rows=use_bounded_rows,
+    )
 
 
 @_routed_moe.register_fake
-def _(hidden_states: Tensor, routing_map: Tensor, probabilities: Tensor, layer: int) -> Tensor:
+def _(hidden_states: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(hidden_states)
 
 
 @torch.library.custom_op("hexpert::routed_moe_out", mutates_args=("out",))
 def _routed_moe_out(
-    hidden_states: Tensor, routing_map: Tensor, probabilities: Tensor, out: Tensor, layer: int
+    hidden_states: Tensor,
+    routing_map: Tensor,
+    probabilities: Tensor,
+    out: Tensor,
+    layer: int,
+    token_capacity: int | None = None,
+    use_bounded_rows: bool = False,
 ) -> None:
-    _layers[layer].forward(hidden_states, routing_map, probabilities, out)
+    _layers[layer].forward(
+        hidden_states,
+        routing_map,
+        probabilities,
+        out,
+        token_capacity=token_capacity,
+        use_bounded_rows=use_bounded_rows,
+    )
 
 
 @_routed_moe_out.register_fake
-def _(hidden_states: Tensor, routing_map: Tensor, probabilities: Tensor, out: Tensor, layer: int) -> None:
+def _(*_: Any) -> None:
     return None
 
 
@@ -93,15 +119,26 @@ class RoutedExperts(nn.Module):
         self._number = _register(self, self.layer)
 
     def forward(
-        self, hidden_states: Tensor, routing_map: Tensor, probabilities: Tensor, out: Tensor | None = None
+        self,
+        hidden_states: Tensor,
+        routing_map: Tensor,
+        probabilities: Tensor,
+        out: Tensor | None = None,
+        *,
+        token_capacity: int | None = None,
+        use_bounded_rows: bool = False,
     ) -> Tensor:
         """hidden_states [tokens, H] bf16, routing_map [tokens, top_k] int32 or int64, probabilities
-        [tokens, top_k] float32 -> [tokens, H] bf16, or `out`, bf16 or float32. Raises as RoutedMoe.forward does."""
+        [tokens, top_k] float32 -> [tokens, H] bf16, or `out`, bf16 or float32. The rest, and what is raised, as for
+        RoutedMoe.forward."""
+        inputs = hidden_states, routing_map, probabilities
         if not torch.compiler.is_compiling():
-            return self.layer.forward(hidden_states, routing_map, probabilities, out)
+            return self.layer.forward(
+                *inputs, out, token_capacity=token_capacity, use_bounded_rows=use_bounded_rows
+            )
         if out is None:
-            return _routed_moe(hidden_states, routing_map, probabilities, self._number)
-        _routed_moe_out(hidden_states, routing_map, probabilities, out, self._number)
+            return _routed_moe(*inputs, self._number, token_capacity, use_bounded_rows)
+        _routed_moe_out(*inputs, out, self._number, token_capacity, use_bounded_rows)
         return out
 
     def refresh(self, fc1_weight: Tensor, fc2_weight: Tensor) -> None:

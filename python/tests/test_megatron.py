@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import gc
 import inspect
 import os
 import re
@@ -270,6 +271,36 @@ def test_activation_names():
     for kind in (TheirActivationType.SQUARED_RELU, FlashInferActivationType.Relu2, 6):
         with pytest.raises(ValueError, match="activation mismatch"):
             run(kind)
+
+
+def test_compiles_into_one_graph():
+    x, ids, p = inputs()
+    args = x, ids, p
+    layers = [megatron.prepare_routed_nvfp4_weights(*stacks(seed=seed)) for seed in range(3)]
+    run = megatron.flashinfer_routed_nvfp4_moe
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for kind in (FlashInferActivationType.Swiglu, 3, TheirActivationType.SWIGLU, hexpert.ActivationType.SWIGLU):
+        routing = ROUTING | {"activation_type": kind}
+        assert torch.equal(compiled(*args, layers[0], **routing), run(*args, layers[0], **routing))
+    torch.compiler.reset()  # there is a limit to the variants of one function
+    for weights in layers:
+        want = run(*args, weights, **ROUTING)
+        assert torch.equal(compiled(*args, weights, **ROUTING), want)
+        part = compiled(*args, weights, **ROUTING, token_capacity=4, use_bounded_rows=True)
+        assert torch.equal(part[:4], want[:4]) and not part[4:].any()
+        out = torch.full(x.shape, 3.0)
+        assert compiled(*args, weights, **ROUTING, out=out, token_capacity=4, use_bounded_rows=True) is out
+        assert torch.equal(out[:4].bfloat16(), want[:4]) and (out[4:] == 3).all()
+    torch.compiler.reset()
+    few = x[:3].clone(), ids[:3].clone(), p[:3].clone()
+    assert torch.equal(compiled(*few, layers[0], **ROUTING), run(*few, layers[0], **ROUTING))
+    for op, more in ((megatron._moe, ()), (megatron._moe_out, (torch.zeros_like(x),))):
+        torch.library.opcheck(op, (*args, *more, layers[0]._number, 6, 2, "SWIGLU", None, False))
+    number = layers.pop()._number
+    del weights
+    torch.compiler.reset()
+    gc.collect()
+    assert number not in megatron._weights_of
 
 
 def test_growing_batches_and_routings():

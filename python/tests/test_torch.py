@@ -269,10 +269,25 @@ def test_golden_layer(case, golden):
 def test_custom_op_is_well_formed():
     case = Case(*LAYERS[4])
     experts = hexpert.torch.RoutedExperts(case.fc1, case.fc2, top_k=4, max_tokens=16)
-    torch.library.opcheck(
-        torch.ops.hexpert.routed_moe.default, (case.x, case.ids, case.p, experts._number)
-    )
+    for bounds in ((), (4, True), (None, False)):
+        torch.library.opcheck(torch.ops.hexpert.routed_moe.default, (*case.inputs, experts._number, *bounds))
+        for out in (torch.zeros_like(case.x), torch.zeros(case.x.shape)):
+            torch.library.opcheck(
+                torch.ops.hexpert.routed_moe_out.default, (*case.inputs, out, experts._number, *bounds)
+            )
     assert "cpu" in repr(experts)
+
+
+def test_bounded_rows_compiled():
+    case = Case(*LAYERS[4])
+    experts = hexpert.torch.RoutedExperts(case.fc1, case.fc2, top_k=4, max_tokens=16)
+    full = experts(*case.inputs)
+    for run in (experts, torch.compile(experts, fullgraph=True, backend="aot_eager")):
+        part = run(*case.inputs, token_capacity=5, use_bounded_rows=True)
+        assert torch.equal(part[:5], full[:5]) and not part[5:].any()
+        out = torch.full_like(full, 3)
+        assert run(*case.inputs, out, token_capacity=5, use_bounded_rows=True) is out
+        assert torch.equal(out[:5], full[:5]) and (out[5:] == 3).all()
 
 
 def test_module_gives_its_layer_back():
