@@ -271,8 +271,7 @@ TEST_F(CApiErrors, QuantizeOptions) {
   expect(quantize_with(), HX_INVALID_ARGUMENT, "options.four_over_six: expected 0..2, got 3");
   options.four_over_six = HX_FOUR_OVER_SIX_MSE;
   options.e4m3_max = 100;
-  expect_start(
-      quantize_with(), HX_INVALID_ARGUMENT, "options.four_over_six.e4m3_max: expected 448 or 256");
+  expect_start(quantize_with(), HX_INVALID_ARGUMENT, "e4m3_max: expected 448 or 256");
   options.size = 0;
   expect_start(quantize_with(), HX_INVALID_ARGUMENT, "options.size: expected ");
 }
@@ -395,7 +394,7 @@ TEST_F(CApiErrors, Create) {
   problem_.activation = 17;
   expect(create(), HX_UNSUPPORTED, "activation: expected 0..4, got 17");
   problem_.activation = HX_SITU;
-  expect_start(create(), HX_INVALID_ARGUMENT, "activation");
+  expect_start(create(), HX_INVALID_ARGUMENT, "situ_b: expected");
   problem_.activation = HX_SWIGLU;
   problem_.max_tokens = int64_t{1} << 40;
   expect(create(),

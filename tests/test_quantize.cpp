@@ -321,7 +321,7 @@ TEST(Quantize, BadArgumentsAreNamedAndNothingIsWritten) {
        quantize_matrix({x.data(), DType::kBF16, {4, 64}, Device::cuda(1)}, q.view)},
       {"four over six on a device",
        ErrorCode::kUnsupported,
-       "options.four_over_six: expected none on cuda:1",
+       "four_over_six: expected none on cuda:1",
        tokens([](auto& v) { v.device = Device::cuda(1); },
               same,
               64,

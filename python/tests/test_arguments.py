@@ -404,7 +404,7 @@ def test_quantize(layer):
     out[0].flags.writeable = False
     refuses(ValueError, "out[0]: expected memory that may be written", quantize, layer.hidden_states, out=out)
     refuses(ValueError, "matrix columns: expected a multiple of 16", hexpert.quantize_matrix, bf16(np.zeros((2, 8))))
-    refuses(ValueError, "e4m3_max: expected 448 or 256", quantize, layer.hidden_states, e4m3_max=100,
+    refuses(ValueError, "argument: e4m3_max: expected 448 or 256", quantize, layer.hidden_states, e4m3_max=100,
             four_over_six=hexpert.FourOverSix.MAE)  # fmt: skip
     refuses(
         ValueError, "outer: expected 6 elements, got [5] f32", hexpert.dequantize, out[0], out[1], out[2][:5]

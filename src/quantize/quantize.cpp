@@ -31,7 +31,7 @@ Status check_options(const QuantizeOptions& options) {
     const float e4m3_max = options.four_over_six->e4m3_max;
     if (e4m3_max != 448.0F && e4m3_max != 256.0F) {
       return {ErrorCode::kInvalidArgument,
-              fmt::format("options.four_over_six.e4m3_max: expected 448 or 256, got {}", e4m3_max)};
+              fmt::format("e4m3_max: expected 448 or 256, got {}", e4m3_max)};
     }
   }
   return {};
@@ -150,7 +150,7 @@ Status quantize_tokens_there(const ConstTensorView& hidden_states,
                              const QuantizeOptions& options) {
   if (options.four_over_six.has_value()) {
     return {ErrorCode::kUnsupported,
-            fmt::format("options.four_over_six: expected none on {}, only the cpu has it",
+            fmt::format("four_over_six: expected none on {}, only the cpu has it",
                         to_string(hidden_states.device))};
   }
   if (out.scale_layout != ScaleLayout::kLinear) {
