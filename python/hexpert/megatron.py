@@ -78,7 +78,8 @@ class FlashInferRoutedNVFP4Weights:
     The layer computes from the order that its backend wants, which is the only copy in memory. The fields
     from fc1_data to fc2_alpha are exact exports of it, made when the first of them is read, and from then on
     kept: a refresh writes them anew, in place. Writing into them changes nothing until `import_fields()`.
-    An object made with all fields given computes with these.
+    An object made with all fields given computes with these. Raises TypeError (a field's type or dtype) and
+    ValueError (sizes, shape, device, a scale that is no view, another fc2_input_scale, padding that is not zero).
     """
 
     hidden_size: int
@@ -97,6 +98,10 @@ class FlashInferRoutedNVFP4Weights:
     fc2_input_scale: Tensor
 
     def __post_init__(self) -> None:
+        for field in _EXPORTED + ("fc1_scale", "fc2_scale", "fc2_input_scale"):
+            _check_tensor(field, getattr(self, field))
+        if self.fc1_alpha.dim() != 1:
+            raise ValueError(f"fc1_alpha: expected [experts], got {list(self.fc1_alpha.shape)}")
         self._start(
             ExpertWeights.allocate(
                 num_local_experts=self.fc1_alpha.shape[0],
@@ -107,11 +112,43 @@ class FlashInferRoutedNVFP4Weights:
             )
         )
         for field in ("padded_hidden_size", "padded_intermediate_size"):
-            if getattr(self, field) != getattr(self._weights, field):
+            if _integer(field, getattr(self, field)) != getattr(self._weights, field):
                 raise ValueError(
                     f"{field}: expected {getattr(self._weights, field)}, got {getattr(self, field)}"
                 )
+        experts, hidden, inter = self.num_local_experts, self.padded_hidden_size, self.padded_intermediate_size
+        for prefix, rows, columns in (("fc1", inter * (2 if self.gated else 1), hidden), ("fc2", hidden, inter)):
+            for name, dtype, shape in (
+                ("data", torch.uint8, (experts, rows, columns // 2)),
+                ("scale_swizzled", torch.uint8, (experts, rows, columns // 16)),
+                ("scale", torch.uint8, (32, 4, rows // 128, 4, columns // 64, experts)),
+                ("alpha", torch.float32, (experts,)),
+            ):
+                self._check_field(f"{prefix}_{name}", dtype, shape)
+            view = _scale_view(getattr(self, f"{prefix}_scale_swizzled"))
+            if not torch.equal(getattr(self, f"{prefix}_scale"), view):
+                raise ValueError(f"{prefix}_scale: expected a view of {prefix}_scale_swizzled, got other values")
+            setattr(self, f"{prefix}_scale", view)
+        self._check_field("fc2_input_scale", torch.float32, (1,))
+        constant = torch.tensor([PER_TOKEN_ACTIVATION_GLOBAL_SCALE])
+        if not torch.equal(self.fc2_input_scale.cpu(), constant):
+            raise ValueError(f"fc2_input_scale: expected {constant.item()}, got {self.fc2_input_scale.item()}")
         self.import_fields()
+
+    def _check_field(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        tensor = getattr(self, name)
+        if tensor.dtype != dtype:
+            raise TypeError(f"{name}: expected {dtype}, got {tensor.dtype}")
+        if tensor.shape != shape:
+            raise ValueError(f"{name}: expected {list(shape)}, got {list(tensor.shape)}")
+        if tensor.device != self.fc1_data.device:
+            raise ValueError(f"{name}: expected memory of {self.fc1_data.device}, got {tensor.device}")
+        if not name.endswith("scale") and not tensor.is_contiguous():
+            raise ValueError(f"{name}: expected a packed tensor, got strides {list(tensor.stride())}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles hold the weights that it computes with; their fields are exported anew."""
+        return type(self)._of, (self._weights,)
 
     @classmethod
     def _of(cls, weights: ExpertWeights) -> "FlashInferRoutedNVFP4Weights":
@@ -271,8 +308,7 @@ def flashinfer_routed_nvfp4_moe(
     if not isinstance(weights, FlashInferRoutedNVFP4Weights):
         raise TypeError(f"weights: expected FlashInferRoutedNVFP4Weights, got {type(weights).__name__}")
     for name, tensor in (("hidden_states", hidden_states), ("routing_map", routing_map)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+        _check_tensor(name, tensor)
         if tensor.dim() != 2:
             raise ValueError(f"{name}: expected rank 2, got {list(tensor.shape)}")
     inputs = hidden_states, routing_map, probabilities
@@ -363,6 +399,11 @@ def _moe_out(
 @_moe_out.register_fake
 def _(*_: Any) -> None:
     return None
+
+
+def _check_tensor(name: str, given: Any) -> None:
+    if not isinstance(given, Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(given).__name__}")
 
 
 def _integer(name: str, given: Any) -> int:

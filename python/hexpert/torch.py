@@ -78,7 +78,8 @@ class RoutedExperts(nn.Module):
     """The routed experts of one layer in NVFP4: what stands behind a router.
 
     Holds no parameters: the BF16 stacks are quantized and not kept. Not differentiable. Works under
-    torch.compile without graph breaks and, on a GPU, under torch.cuda.graph.
+    torch.compile without graph breaks and, on a GPU, under torch.cuda.graph. Copies and pickles hold the NVFP4
+    weights; each copy plans a layer with a workspace of its own.
 
     fc1_weight  [L, I, H] bf16 (squared ReLU), or [L, 2 I, H] (gated): gate rows first, then up rows
     fc2_weight  [L, H, I] bf16
@@ -107,8 +108,7 @@ class RoutedExperts(nn.Module):
         self.weights = ExpertWeights.prepare(fc1_weight, fc2_weight)
         if activation is None:
             activation = ActivationType.SWIGLU if self.weights.gated else ActivationType.SQUARED_RELU
-        self.layer = RoutedMoe.create(
-            self.weights,
+        self._problem = dict(
             max_tokens=max_tokens,
             top_k=top_k,
             num_experts=self.weights.num_local_experts if num_experts is None else num_experts,
@@ -116,7 +116,18 @@ class RoutedExperts(nn.Module):
             activation=activation,
             **options,
         )
+        self._plan(self._problem.pop("workspace", None))
+
+    def _plan(self, workspace: Any) -> None:
+        self.layer = RoutedMoe.create(self.weights, **self._problem, workspace=workspace)
         self._number = _register(self, self.layer)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("layer", "_number")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._plan(None)
 
     def forward(
         self,

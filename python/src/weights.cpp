@@ -55,6 +55,21 @@ WeightsHandle prepare(nb::handle fc1_weight,
   }));
 }
 
+WeightsHandle allocate(nb::handle num_local_experts,
+                       nb::handle hidden_size,
+                       nb::handle intermediate_size,
+                       nb::handle gated,
+                       nb::handle backend,
+                       nb::handle num_threads,
+                       nb::handle device) {
+  const ExpertShape shape{argument<int64_t>(num_local_experts, "num_local_experts"),
+                          argument<int64_t>(hidden_size, "hidden_size"),
+                          argument<int64_t>(intermediate_size, "intermediate_size"),
+                          argument<bool>(gated, "gated")};
+  const PrepareOptions options = options_of(backend, num_threads, parse_device(device));
+  return handle_of(without_gil([&] { return ExpertWeights::allocate(shape, options); }));
+}
+
 WeightsHandle load(nb::handle path,
                    nb::handle prefix,
                    nb::handle first_expert,
@@ -244,6 +259,32 @@ nb::dict export_canonical(const WeightsHandle& self, nb::handle like) {
   return made;
 }
 
+// What copies and pickles hold: sizes, device, canonical bytes.
+nb::tuple get_state(const WeightsHandle& self) {
+  const ExpertWeights& weights = self.shared->weights;
+  const ExpertShape& shape = weights.shape();
+  return nb::make_tuple(shape.num_local_experts,
+                        shape.hidden_size,
+                        shape.intermediate_size,
+                        shape.gated,
+                        to_string(weights.device()),
+                        export_canonical(self, nb::none()));
+}
+
+void set_state(WeightsHandle& self, const nb::tuple& state) {
+  new (&self) WeightsHandle(
+      allocate(state[0], state[1], state[2], state[3], nb::str(""), nb::int_(0), state[4]));
+  const nb::dict fields = nb::cast<nb::dict>(state[5]);
+  import_canonical(self,
+                   fields["fc1_data"],
+                   fields["fc1_scale_swizzled"],
+                   fields["fc1_alpha"],
+                   fields["fc2_data"],
+                   fields["fc2_scale_swizzled"],
+                   fields["fc2_alpha"],
+                   fields["fc1_gate_alpha"]);
+}
+
 nb::tuple export_projection(const WeightsHandle& self,
                             nb::handle expert,
                             nb::handle projection,
@@ -311,20 +352,7 @@ stream            a cudaStream_t as int. Default: the current stream of the fram
 Raises TypeError (element type), ValueError (shape, layout, alignment, device), UnsupportedError, MemoryError.)")
       .def_static(
           "allocate",
-          [](nb::handle num_local_experts,
-             nb::handle hidden_size,
-             nb::handle intermediate_size,
-             nb::handle gated,
-             nb::handle backend,
-             nb::handle num_threads,
-             nb::handle device) {
-            const ExpertShape shape{argument<int64_t>(num_local_experts, "num_local_experts"),
-                                    argument<int64_t>(hidden_size, "hidden_size"),
-                                    argument<int64_t>(intermediate_size, "intermediate_size"),
-                                    argument<bool>(gated, "gated")};
-            const PrepareOptions options = options_of(backend, num_threads, parse_device(device));
-            return handle_of(without_gil([&] { return ExpertWeights::allocate(shape, options); }));
-          },
+          &allocate,
           nb::kw_only(),
           "num_local_experts"_a.none(),
           "hidden_size"_a.none(),
@@ -366,6 +394,8 @@ path    a .safetensors file, a directory of them, or an .index.json
 prefix  what stands before ".experts": "model.layers.0.mlp"
 
 Raises ValueError (no such file or layer, malformed file, non-finite weights), OSError, UnsupportedError.)")
+      .def("__getstate__", &get_state)
+      .def("__setstate__", &set_state)
       .def("refresh",
            &refresh,
            "fc1_weight"_a.none(),

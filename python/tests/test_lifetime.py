@@ -1,6 +1,8 @@
 """Objects freed in any order, exceptions in the middle, weights shared by threads."""
 
+import copy
 import gc
+import pickle
 import shutil
 import subprocess
 import sys
@@ -42,6 +44,17 @@ def test_results_outlive_everything(layer):
     layer.hidden_states = None
     gc.collect()
     assert all(np.array_equal(a, b) for a, b in zip(copies, (out, codes, scales, outer)))
+
+
+def test_copies(layer):
+    weights = layer.weights()
+    want = layer.plan(weights).forward(*layer.inputs)
+    copies = [copy.deepcopy(weights), pickle.loads(pickle.dumps(weights))]
+    weights.refresh(layer.fc1[::-1].copy(), layer.fc2)
+    for one in copies:
+        assert np.array_equal(layer.plan(one).forward(*layer.inputs), want)
+    with pytest.raises(TypeError, match="RoutedMoe"):
+        copy.deepcopy(layer.plan())
 
 
 def test_exceptions_in_the_middle(layer):

@@ -1,10 +1,12 @@
 """Megatron-Core's names: signatures, fields, bytes and semantics."""
 
+import copy
 import dataclasses
 import enum
 import gc
 import inspect
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -230,6 +232,51 @@ def test_made_from_fields():
     assert torch.equal(megatron.flashinfer_routed_nvfp4_moe(x, ids, p, copy, **ROUTING), want)
     with pytest.raises(ValueError, match="padded_hidden_size: expected 256, got 128"):
         dataclasses.replace(weights, padded_hidden_size=128)
+
+
+def test_fields_that_are_refused():
+    weights = megatron.prepare_routed_nvfp4_weights(*stacks())
+    fields = {name: getattr(weights, name) for name in FIELDS}
+    for name in FIELDS[5:]:
+        good = fields[name]
+        for error, text, bad in [
+            (TypeError, f"{name}: expected a torch.Tensor, got NoneType", None),
+            (TypeError, f"{name}: expected a torch.Tensor, got ndarray", good.numpy()),
+            (TypeError, f"{name}: expected {good.dtype}, got torch.int32", good.int()),
+            (ValueError, f"{name}: expected", good[None].clone()),
+        ]:
+            with pytest.raises(error, match=re.escape(text)):
+                megatron.FlashInferRoutedNVFP4Weights(**(fields | {name: bad}))
+    for error, text, bad in [
+        (TypeError, "hidden_size: expected an int, got 80.0", dict(hidden_size=80.0)),
+        (TypeError, "intermediate_size: expected an int, got None", dict(intermediate_size=None)),
+        (ValueError, "hidden_size", dict(hidden_size=-1)),
+        (TypeError, "padded_hidden_size: expected an int, got '256'", dict(padded_hidden_size="256")),
+        (ValueError, "padded_intermediate_size: expected 256, got 128", dict(padded_intermediate_size=128)),
+        (TypeError, "gated: expected True or False, got 1", dict(gated=1)),
+        (ValueError, "fc1_data: expected [3, 256, 128], got [3, 512, 128]", dict(gated=False)),
+        (ValueError, "fc2_alpha: expected [3], got [2]", dict(fc2_alpha=fields["fc2_alpha"][:2])),
+        (ValueError, "fc1_scale: expected a view of fc1_scale_swizzled", dict(fc1_scale=fields["fc1_scale"] + 1)),
+        (ValueError, "fc2_input_scale: expected 0.00037", dict(fc2_input_scale=torch.ones(1))),
+        (ValueError, "fc2_alpha: expected memory of cpu, got meta", dict(fc2_alpha=fields["fc2_alpha"].to("meta"))),
+        (ValueError, "fc2_data: expected a packed tensor", dict(fc2_data=fields["fc2_data"].mT.contiguous().mT)),
+    ]:
+        with pytest.raises(error, match=re.escape(text)):
+            megatron.FlashInferRoutedNVFP4Weights(**(fields | bad))
+    made = megatron.FlashInferRoutedNVFP4Weights(**(fields | {"fc1_scale": fields["fc1_scale"].clone()}))
+    assert made.fc1_scale.data_ptr() == made.fc1_scale_swizzled.data_ptr()
+
+
+def test_copies():
+    weights = megatron.prepare_routed_nvfp4_weights(*stacks())
+    args = inputs()
+    want = megatron.flashinfer_routed_nvfp4_moe(*args, weights, **ROUTING)
+    copies = [copy.deepcopy(weights), pickle.loads(pickle.dumps(weights))]
+    before = weights.fc1_data.clone()
+    megatron.prepare_routed_nvfp4_weights(*stacks(seed=7), out=weights)
+    for one in copies:
+        assert torch.equal(megatron.flashinfer_routed_nvfp4_moe(*args, one, **ROUTING), want)
+        assert torch.equal(one.fc1_data, before) and one.padded_hidden_size == 256
 
 
 def test_import_fields():

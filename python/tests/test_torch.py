@@ -1,5 +1,8 @@
 """torch: an independent implementation of the rules, tensors in and out, the module and the custom op."""
 
+import copy
+import pickle
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -297,6 +300,18 @@ def test_module_gives_its_layer_back():
     assert len(hexpert.torch._layers) == before + 3
     del experts
     assert len(hexpert.torch._layers) == before
+
+
+def test_copies():
+    case = Case(*LAYERS[4])
+    module = torch.nn.Sequential(hexpert.torch.RoutedExperts(case.fc1, case.fc2, top_k=4, max_tokens=16))
+    want = module[0](*case.inputs)
+    copies = [copy.deepcopy(module), pickle.loads(pickle.dumps(module))]
+    module[0].refresh(-case.fc1, case.fc2)
+    assert not torch.equal(module[0](*case.inputs), want)
+    for one in copies:
+        assert torch.equal(one[0](*case.inputs), want)
+        assert torch.equal(torch.compile(one[0], fullgraph=True, backend="aot_eager")(*case.inputs), want)
 
 
 def test_refresh():
