@@ -46,8 +46,7 @@ def pack(codes: Tensor) -> Tensor:
 def quantize(x: Tensor, per_row: bool) -> tuple[Tensor, Tensor, Tensor]:
     """x [rows, cols] bf16, cols % 16 == 0 -> packed codes, linear block scales, FP32 outer scales.
 
-    FlashInfer's rule without fast math, and that of Transformer Engine's reference quantizer, which differs in
-    zeros alone: code 0 for -0.0, and another outer scale of a matrix without any other number.
+    FlashInfer's rule without fast math. transformer_engine() is the other source.
     """
     x = x.float()
     amax = x.abs().amax(1) if per_row else x.abs().amax().reshape(1)  # NaN wins
@@ -63,6 +62,27 @@ def quantize(x: Tensor, per_row: bool) -> tuple[Tensor, Tensor, Tensor]:
     scales = torch.where(poisoned[:, None], NAN_SCALE, scales)
     outer = torch.where(amax == 0, torch.tensor(0.0 if per_row else 1.0), decode)
     return pack(codes), scales.to(torch.uint8), torch.where(poisoned, torch.nan, outer)
+
+
+def transformer_engine(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Transformer Engine's reference quantizer, for one matrix. Differs in zeros alone: code 0 for -0.0, and a matrix
+    of zeros has the encode scale FLT_MAX."""
+    blocks = x.float().view(x.shape[0], -1, 16)
+    encode = torch.minimum(FULL_RANGE / blocks.abs().amax(), FLT_MAX)
+    encode = torch.where(encode == 0, ONE, encode)
+    decode = ONE / encode
+    scales = (blocks.abs().amax(2, keepdim=True) * (encode * ONE_SIXTH)).clamp(max=448).to(torch.float8_e4m3fn)
+    v = (blocks * torch.minimum(ONE / (scales.float() * decode), FLT_MAX)).clamp(-6, 6)
+    codes = torch.zeros(v.shape, dtype=torch.uint8)
+    ends = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0)
+    for code, (low, high) in enumerate(zip((0.0, *ends), ends)):
+        for sign, a in ((0, v), (8, -v)):
+            # An even code has both ends of its interval, 0 without its sign.
+            inside = (low <= a) & (a <= high) if code % 2 == 0 else (low < a) & (a < high)
+            if code == 7:
+                inside = (low < a) & (a <= high)
+            codes[inside & ((sign == 0) | (v < 0))] = code + sign
+    return pack(codes.view_as(x)), scales.view(torch.uint8).squeeze(2), decode.reshape(1)
 
 
 def four_over_six(x: Tensor, per_row: bool, squared: bool, e4m3_max: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -38,7 +38,15 @@ def test_evaluation_of_the_shipped_models(tmp_path):
     script = ROOT / "python" / "tiny_moe" / "evaluate.py"
     run(script, "--windows", 4, "--json", figures, "--plot", plot)
     assert "<svg" in plot.read_text()
-    for result in json.loads(figures.read_text()).values():
+    page = (ROOT / "docs" / "nvfp4-quality.md").read_text()
+    published = {
+        name: [float(figure) for figure in re.findall(r"(\d\.\d{4})", row)]
+        for name, row in re.findall(r"^\| `([\w.-]+)` \| (\d.*)$", page, re.M)
+    }
+    for variant, result in json.loads(figures.read_text()).items():
+        assert result["bits_per_byte"]["bf16"] == pytest.approx(published[f"tiny-{variant}"][0], abs=0.03)
+        for layer, errors in result["relative_l2"].items():  # of the whole text there, of a part here
+            assert list(errors.values()) == pytest.approx(published[layer], rel=0.05)
         bits = result["bits_per_byte"]
         assert bits["bf16"] < 2.5, "the model is the trained one"
         assert abs(bits["nvfp4"] - bits["bf16"]) < 0.06 and abs(bits["nvfp4-weights"] - bits["bf16"]) < 0.06

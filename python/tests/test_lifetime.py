@@ -177,8 +177,14 @@ def test_threads_share_weights(layer):
     assert not wrong
 
 
-def test_interpreter_lock_is_free_during_work():
-    big = Layer(experts=4, hidden=1024, inter=1024, tokens=8)
+@pytest.mark.parametrize("kind", ["prepare", "forward"])
+def test_interpreter_lock_is_free_during_work(kind):
+    big = Layer(experts=4, hidden=1024, inter=1024, tokens=128)
+    plan = big.plan(num_threads=1)
+    work = {
+        "prepare": lambda: hexpert.ExpertWeights.prepare(big.fc1, big.fc2, num_threads=1),
+        "forward": lambda: plan.forward(*big.inputs),
+    }[kind]
     ticks = []
     done = threading.Event()
 
@@ -189,7 +195,7 @@ def test_interpreter_lock_is_free_during_work():
 
     def ticks_during_work():
         ticks.clear()
-        hexpert.ExpertWeights.prepare(big.fc1, big.fc2, num_threads=1)
+        work()
         return len(ticks)
 
     thread = threading.Thread(target=tick)

@@ -63,6 +63,23 @@ def test_quantizers(rows, cols, kind):
             assert same(got[2].nan_to_num(-1.0), outer.nan_to_num(-1.0)), "outer scales"
 
 
+@pytest.mark.parametrize("kind", ["random", "boundary", "zeros", "maxima", "nonfinite"])
+@pytest.mark.parametrize("rows, cols", SHAPES[:9])
+def test_transformer_engine(rows, cols, kind):
+    """The same bytes but for zeros: -0.0 keeps its sign here, and a matrix of zeros has the scale 1."""
+    x = inputs(kind, rows, cols)
+    x[:, ::5] = -0.0
+    codes, scales, alpha = hexpert.quantize_matrix(x)
+    their_codes, their_scales, their_alpha = reference.transformer_engine(x)
+    assert same(scales, their_scales)
+    negative_zeros = reference.pack(8 * ((x == 0) & torch.signbit(x)).to(torch.uint8))
+    assert same(codes, torch.where(alpha.isnan(), their_codes, their_codes | negative_zeros))
+    if not x.any():
+        assert alpha.item() == 1 and their_alpha.view(torch.int32).item() == 0x00200000
+    else:
+        assert same(alpha.nan_to_num(-1.0), their_alpha.nan_to_num(-1.0))
+
+
 @pytest.mark.parametrize("kind", ["random", "boundary", "zeros", "maxima"])
 @pytest.mark.parametrize("rows, cols", SHAPES[:9])
 def test_four_over_six(rows, cols, kind):
@@ -92,8 +109,8 @@ def test_reference_gives_the_golden_bits(group):
 
 
 # (experts, top_k, hidden, inter, tokens, local, offset, gated): Megatron's inference tests; FlashInfer's with
-# partial output tiles, of its accuracy grid and of some ranks of its expert parallelism; sizes that are multiples
-# of nothing.
+# partial output tiles, of its accuracy grid, of some ranks of its expert parallelism, and of its other back end (with
+# fewer experts on this rank, since preparing takes the time); 22 experts a token; sizes that are multiples of nothing.
 LAYERS = [
     (4, 1, 64, 64, 1, 4, 0, False),
     (4, 2, 64, 64, 4, 4, 0, False),
@@ -117,6 +134,19 @@ LAYERS = [
     (256, 8, 256, 512, 256, 8, 0, True),
     (256, 8, 256, 512, 256, 8, 248, True),
     (256, 8, 256, 512, 256, 32, 224, True),
+    (256, 8, 256, 512, 256, 32, 128, True),
+    (256, 8, 256, 512, 256, 16, 0, True),
+    (256, 8, 256, 512, 1280, 16, 0, True),
+    (256, 8, 256, 512, 1280, 32, 0, True),
+    (256, 8, 64, 128, 1280, 256, 0, True),
+    (32, 4, 1024, 2048, 1024, 4, 8, True),
+    (32, 4, 4096, 2048, 1024, 1, 31, True),
+    (32, 4, 1024, 2048, 1, 4, 0, True),
+    (32, 4, 4096, 2048, 1, 1, 23, True),
+    (32, 22, 64, 128, 16, 32, 0, False),
+    (32, 22, 64, 128, 16, 8, 16, True),
+    (8, 2, 16, 64, 9, 8, 0, True),
+    (8, 2, 16, 16, 9, 8, 0, False),
     (8, 2, 80, 104, 17, 8, 0, True),
 ]
 
@@ -179,8 +209,9 @@ def test_layer(shape):
         ("SITU", dict(situ_b=0.8, situ_c=1.5), reference.situ(0.8, 1.5)),
     ],
 )
-def test_activations(kind, parameters, activation):
-    case = Case(8, 2, 256, 512, 64, 8, 0, True, activation=hexpert.ActivationType[kind], **parameters)
+@pytest.mark.parametrize("shape", [(8, 2, 256, 512, 64, 8), (256, 2, 64, 128, 128, 256)], ids=str)
+def test_activations(shape, kind, parameters, activation):
+    case = Case(*shape, 0, True, activation=hexpert.ActivationType[kind], **parameters)
     out = torch.empty(case.x.shape)
     case.layer.forward(case.x, case.ids, case.p, out)
     assert_close(out, reference.forward(case.fc1, case.fc2, case.x, case.ids, case.p, activation=activation))
