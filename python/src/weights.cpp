@@ -272,10 +272,10 @@ nb::tuple get_state(const WeightsHandle& self) {
 }
 
 void set_state(WeightsHandle& self, const nb::tuple& state) {
-  new (&self) WeightsHandle(
-      allocate(state[0], state[1], state[2], state[3], nb::str(""), nb::int_(0), state[4]));
-  const nb::dict fields = nb::cast<nb::dict>(state[5]);
-  import_canonical(self,
+  WeightsHandle made =
+      allocate(state[0], state[1], state[2], state[3], nb::str(""), nb::int_(0), state[4]);
+  const auto fields = nb::cast<nb::dict>(state[5]);
+  import_canonical(made,
                    fields["fc1_data"],
                    fields["fc1_scale_swizzled"],
                    fields["fc1_alpha"],
@@ -283,6 +283,7 @@ void set_state(WeightsHandle& self, const nb::tuple& state) {
                    fields["fc2_scale_swizzled"],
                    fields["fc2_alpha"],
                    fields["fc1_gate_alpha"]);
+  new (&self) WeightsHandle(std::move(made));
 }
 
 nb::tuple export_projection(const WeightsHandle& self,
