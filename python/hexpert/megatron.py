@@ -130,8 +130,8 @@ class FlashInferRoutedNVFP4Weights:
                 raise ValueError(f"{prefix}_scale: expected a view of {prefix}_scale_swizzled, got other values")
             setattr(self, f"{prefix}_scale", view)
         self._check_field("fc2_input_scale", torch.float32, (1,))
-        constant = torch.tensor([PER_TOKEN_ACTIVATION_GLOBAL_SCALE])
-        if not torch.equal(self.fc2_input_scale.cpu(), constant):
+        constant = _input_scale(self.fc1_data.device)
+        if not torch.equal(self.fc2_input_scale, constant):
             raise ValueError(f"fc2_input_scale: expected {constant.item()}, got {self.fc2_input_scale.item()}")
         self.import_fields()
 
@@ -162,7 +162,7 @@ class FlashInferRoutedNVFP4Weights:
             "gated",
         ):
             setattr(self, field, getattr(weights, field))
-        self.fc2_input_scale = torch.tensor([PER_TOKEN_ACTIVATION_GLOBAL_SCALE], device=weights.device)
+        self.fc2_input_scale = _input_scale(weights.device)
         return self
 
     def _start(self, weights: ExpertWeights) -> None:
@@ -230,6 +230,10 @@ class FlashInferRoutedNVFP4Weights:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._weights!r})"
+
+
+def _input_scale(device: Any) -> Tensor:
+    return torch.tensor([PER_TOKEN_ACTIVATION_GLOBAL_SCALE], dtype=torch.float32, device=device)
 
 
 def _scale_view(swizzled: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """torch on a GPU: tensors, streams, graphs, refit, compilation, and what a call costs the host."""
 
+import copy
 import gc
 import itertools
 import re
@@ -136,6 +137,16 @@ def test_golden_layer(case, golden):
 def test_golden_weights(case, golden):
     weights = hexpert.ExpertWeights.prepare(on_gpu(golden["fc1_weight"], True), on_gpu(golden["fc2_weight"], True))
     for name, array in weights.export_canonical().items():
+        want = golden["fc1_alpha" if name == "fc1_gate_alpha" else name]
+        assert array.tobytes() == want.tobytes(), name
+    like = torch.empty(0, device=DEVICE)
+    assert all(tensor.is_cpu for tensor in weights.export_canonical(like=like).values())
+    for matrix in (hexpert.Projection.UP, hexpert.Projection.DOWN):
+        got, want = weights.export_projection(0, matrix, like=like), weights.export_projection(0, matrix)
+        assert all(a.is_cpu and a.numpy().tobytes() == b.tobytes() for a, b in zip(got[:2], want))
+    copied = copy.deepcopy(weights)
+    assert copied.device == weights.device
+    for name, array in copied.export_canonical().items():
         want = golden["fc1_alpha" if name == "fc1_gate_alpha" else name]
         assert array.tobytes() == want.tobytes(), name
 
