@@ -385,8 +385,9 @@ def test_quantize(layer):
         layer.hidden_states,
         32,
     )
-    refuses(ValueError, "padded_hidden_size: expected a multiple of 16, 0 to 2^40, got 50", quantize, layer.hidden_states, 50)
-    refuses(ValueError, "0 to 2^40, got 1125899906842624", quantize, layer.hidden_states, 1 << 50)
+    for padded in (50, -16, 1 << 50):
+        wanted = f"padded_hidden_size: expected a multiple of 16, 0 to 2^40, got {padded}"
+        refuses(ValueError, wanted, quantize, layer.hidden_states, padded)
     refuses(
         ValueError, "hidden_states: expected a column stride of 1, got 6", quantize, bf16(np.zeros((48, 6))).T
     )
