@@ -14,7 +14,7 @@ constexpr int kRows = static_cast<int>(fragments::kTileRows);
 constexpr int kSpans = 4;  // records of a tile: 128 rows x 256 k
 constexpr int kCols = static_cast<int>(kSpans * fragments::kSpan);
 
-constexpr int kPiece = kThreads * 8 * 16;  // values that a block takes the maximum of
+constexpr int kPiece = kThreads * 8 * 32;  // values that a block takes the maximum of
 
 // A block takes the maximum of a piece of an expert, or makes the fragments of a tile. Blocks start in
 // the order of a counter: the pieces of expert e, then the tiles of expert e - lag, whose values are
@@ -89,7 +89,7 @@ __device__ void take_maximum(const QuantizeWeights& args, int64_t expert, int64_
   const auto count = static_cast<int>(min(int64_t{kPiece}, elements - piece * kPiece));
   uint32_t amax = 0;  // of both halves
   if (kWholeBlocks) {
-#pragma unroll 8
+#pragma unroll 16
     for (int i = 0; i < kPiece / (8 * kThreads); ++i) {
       const int at = static_cast<int>(threadIdx.x) + i * kThreads;
       if (at >= count / 8) continue;
@@ -163,7 +163,7 @@ __device__ void make_fragments(const QuantizeWeights& args,
 }
 
 template <bool kWholeBlocks>
-__global__ void __launch_bounds__(kThreads, 4)
+__global__ void __launch_bounds__(kThreads, 5)
     quantize_weights_kernel(const QuantizeWeights args, const Schedule schedule) {
   __shared__ int64_t order;
   if (threadIdx.x == 0) order = static_cast<int64_t>(ptx::add_release(args.progress, 1));
