@@ -36,14 +36,17 @@ __device__ __forceinline__ uint4 bits_of(const HalfBlock& x) {
 }
 
 // `kWarps` warps quantize one row; a block may have several such groups, all of which call this
-// together. load(i) gives half block i; `row` < 0 takes part in the barrier only. With kOperand the
-// operand is made, and codes and block scales where they are not null; without it these two alone.
-// The row may be overwritten in place: its maximum is taken before anything is stored, and a thread
-// stores only where it alone reads. In between copies_of_row() is called; it gives the rows of
-// `operand` to fill, where not negative: [num_copies], or null for the row itself.
-template <int kWarps, bool kOperand, typename Load, typename Copies>
+// together. A thread has half blocks `thread`, `thread` + 32 kWarps, ... of the row: load_kept() gives
+// the first kKept, zeros past the end of the row, and load(i) half block i of the rest. `row` < 0 takes
+// part in the barrier only. With kOperand the operand is made, and codes and block scales where they
+// are not null; without it these two alone. The row may be overwritten in place: its maximum is taken
+// before anything is stored, and a thread stores only where it alone reads. In between
+// copies_of_row() is called; it gives the rows of `operand` to fill, where not negative:
+// [num_copies], or null for the row itself.
+template <int kWarps, bool kOperand, typename LoadKept, typename Load, typename Copies>
 __device__ __forceinline__ void quantize_row(int64_t row,
                                              const QuantizedRows& out,
+                                             LoadKept&& load_kept,
                                              Load&& load,
                                              Copies&& copies_of_row) {
   constexpr int kThreads = 32 * kWarps;
@@ -59,11 +62,7 @@ __device__ __forceinline__ void quantize_row(int64_t row,
   HalfBlock kept[kKept];
   uint32_t own_amax[kKept];
   uint32_t amax = 0;
-#pragma unroll
-  for (int i = 0; i < kKept; ++i) {
-    kept[i] = {};
-    if (half_at(i) < halves) kept[i] = load(half_at(i));
-  }
+  load_kept(kept);
 #pragma unroll
   for (int i = 0; i < kKept; ++i) {
     own_amax[i] = amax_of_halves(kept[i]);
@@ -163,6 +162,25 @@ __device__ __forceinline__ void quantize_row(int64_t row,
       }
     });
   }
+}
+
+// The same where load(i) gives all half blocks.
+template <int kWarps, bool kOperand, typename Load, typename Copies>
+__device__ __forceinline__ void quantize_row(int64_t row,
+                                             const QuantizedRows& out,
+                                             Load&& load,
+                                             Copies&& copies_of_row) {
+  const auto load_kept = [&](HalfBlock(&kept)[kKept]) {
+    constexpr int kThreads = 32 * kWarps;
+    const int thread = static_cast<int>(threadIdx.x) % kThreads;
+    const int halves = row < 0 ? 0 : static_cast<int>(out.cols / kHalfBlock);
+#pragma unroll
+    for (int i = 0; i < kKept; ++i) {
+      kept[i] = {};
+      if (thread + i * kThreads < halves) kept[i] = load(thread + i * kThreads);
+    }
+  };
+  quantize_row<kWarps, kOperand>(row, out, load_kept, load, copies_of_row);
 }
 
 template <int kWarps>

@@ -44,17 +44,27 @@ __device__ __forceinline__ float4 add(float4 a, float4 b) {
   return {__fadd_rn(a.x, b.x), __fadd_rn(a.y, b.y), __fadd_rn(a.z, b.z), __fadd_rn(a.w, b.w)};
 }
 
-// The splits added in ascending order.
-__device__ __forceinline__ Sums add_splits(const Requantize& args, int64_t at) {
+// Sums from several fragment rows on, the splits added in ascending order. Split after split, so that the
+// loads of a split are under way together. Negative rows are skipped.
+template <int kCount>
+__device__ __forceinline__ void add_splits(const Requantize& args,
+                                           int64_t row,
+                                           const int (&fragment_rows)[kCount],
+                                           Sums (&sums)[kCount]) {
   const int64_t stride = args.max_routes * args.partial.fc1_rows;
-  Sums sums = {};
-  for (int s = 0; s < args.partial.splits; ++s) {
-    const float* from = args.partial.sums + s * stride + at;
-    const float4 low = *reinterpret_cast<const float4*>(from);
-    const float4 high = *reinterpret_cast<const float4*>(from + 8);
-    sums = s == 0 ? Sums{low, high} : Sums{add(sums.low, low), add(sums.high, high)};
+  const float* from = args.partial.sums + row * args.partial.fc1_rows;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i)
+    sums[i] = {};
+  for (int s = 0; s < args.partial.splits; ++s, from += stride) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if (fragment_rows[i] < 0) continue;
+      const float4 low = *reinterpret_cast<const float4*>(from + fragment_rows[i]);
+      const float4 high = *reinterpret_cast<const float4*>(from + fragment_rows[i] + 8);
+      sums[i] = s == 0 ? Sums{low, high} : Sums{add(sums[i].low, low), add(sums[i].high, high)};
+    }
   }
-  return sums;
 }
 
 // Out of line: it is long and rarely used.
@@ -91,30 +101,66 @@ __global__ void __launch_bounds__(kQuantizeThreads<kWarps>)
   const auto pair = [&](float2 up, float2 gate) {
     return activated(up.x, gate.x) | static_cast<uint32_t>(activated(up.y, gate.y)) << 16;
   };
+  // Half blocks of the row, where not negative.
+  const auto half_blocks = [&](const auto& halves, auto& blocks) {
+    constexpr int kCount = sizeof(blocks) / sizeof(HalfBlock);
+    constexpr int kSums = kKind == Activated::kSquaredRelu ? 1 : 2;  // of a half block
+    int first[kCount * kSums];
+    Sums sums[kCount * kSums];
+#pragma unroll
+    for (int i = 0; i < kCount * kSums; ++i) {
+      const int half = halves[i / kSums];
+      first[i] = kSums == 2 ? fragments::kSlabRows * half + 4 * (i % 2)
+                            : fragments::fragment_row(kHalfBlock * half);
+      if (half < 0) first[i] = -1;
+    }
+    add_splits(args, row, first, sums);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      HalfBlock& x = blocks[i];
+      if constexpr (kSums == 2) {  // of a slab, low is up and high is gate
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const Sums& s = sums[2 * i + j];
+          x.pairs[2 * j] = pair({s.low.x, s.low.y}, {s.high.x, s.high.y});
+          x.pairs[2 * j + 1] = pair({s.low.z, s.low.w}, {s.high.z, s.high.w});
+        }
+      } else {
+        const Sums& s = sums[i];
+        x.pairs[0] = pair({s.low.x, s.low.y}, {});
+        x.pairs[1] = pair({s.high.x, s.high.y}, {});
+        x.pairs[2] = pair({s.low.z, s.low.w}, {});
+        x.pairs[3] = pair({s.high.z, s.high.w}, {});
+      }
+      if (partial.intermediate != nullptr && halves[i] >= 0) {
+        reinterpret_cast<uint4*>(partial.intermediate + row * args.cols)[halves[i]] = bits_of(x);
+      }
+    }
+  };
+  constexpr int kThreads = 32 * kWarps;
+  const int thread = static_cast<int>(threadIdx.x) % kThreads;
+  const int num_halves = row < 0 ? 0 : static_cast<int>(args.cols / kHalfBlock);
+  int kept_halves[kKept];
+#pragma unroll
+  for (int i = 0; i < kKept; ++i) {
+    const int half = thread + i * kThreads;
+    kept_halves[i] = half < num_halves ? half : -1;
+  }
+  HalfBlock kept[kKept];
+  half_blocks(kept_halves, kept);
   quantize_row<kWarps, true>(
       row,
       out,
-      [&](int half) {
-        HalfBlock x;
-        const int64_t first = row * partial.fc1_rows;
-        if (kKind != Activated::kSquaredRelu) {
+      [&](HalfBlock(&to)[kKept]) {
 #pragma unroll
-          for (int i = 0; i < 2; ++i) {  // of a slab, low is up and high is gate
-            const Sums s = add_splits(args, first + fragments::kSlabRows * half + 4 * i);
-            x.pairs[2 * i] = pair({s.low.x, s.low.y}, {s.high.x, s.high.y});
-            x.pairs[2 * i + 1] = pair({s.low.z, s.low.w}, {s.high.z, s.high.w});
-          }
-        } else {
-          const Sums s = add_splits(args, first + fragments::fragment_row(kHalfBlock * half));
-          x.pairs[0] = pair({s.low.x, s.low.y}, {});
-          x.pairs[1] = pair({s.high.x, s.high.y}, {});
-          x.pairs[2] = pair({s.low.z, s.low.w}, {});
-          x.pairs[3] = pair({s.high.z, s.high.w}, {});
-        }
-        if (partial.intermediate != nullptr) {
-          reinterpret_cast<uint4*>(partial.intermediate + row * args.cols)[half] = bits_of(x);
-        }
-        return x;
+        for (int i = 0; i < kKept; ++i)
+          to[i] = kept[i];
+      },
+      [&](int half) {
+        const int halves[] = {half};
+        HalfBlock blocks[1];
+        half_blocks(halves, blocks);
+        return blocks[0];
       },
       InPlace{});
 }
