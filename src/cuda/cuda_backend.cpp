@@ -69,7 +69,8 @@ std::string describe(const MoeProblem& problem,
   const ForwardPlan plan =
       plan_forward(problem, fragment_sizes(shape), problem.max_tokens, options.batch_invariant);
   if (plan.decode) return "one kernel for the layer";
-  return fmt::format("tiles of 128 x {} tokens, K of FC1 in {} parts, of FC2 in {}",
+  return fmt::format("tiles of {} x {} tokens, K of FC1 in {} parts, of FC2 in {}",
+                     plan.gemm->item_rows,
                      plan.gemm->max_width,
                      plan.fc1_splits,
                      plan.fc2_splits);

@@ -56,7 +56,8 @@ struct GroupedGemm {
 // The kernels for tiles of at most `max_width` tokens: narrower tiles leave room for more of K in flight.
 struct GemmVariant {
   int max_width = 0;
-  int64_t stage_k = 0;  // K elements of a pipeline stage; K is split at multiples of it
+  int64_t stage_k = 0;    // K elements of a pipeline stage; K is split at multiples of it
+  int64_t item_rows = 0;  // weight rows that a block multiplies at once
   int num_widths = 0;
   int widths[kMaxWidths] = {};  // of tiles that are compiled, ascending
   cudaError_t (*configure)();   // once per device, before the first launch

@@ -18,8 +18,6 @@ namespace hexpert::cuda::gemm {
 
 namespace fragments = layout::sm90_fragments;
 
-constexpr int kConsumerThreads = 256;  // two warpgroups, 64 weight rows each
-constexpr int kConsumerWarps = kConsumerThreads / 32;
 constexpr int kSharedBytes = 227 * 1024;  // of all blocks of a multiprocessor
 constexpr int kReservedBytes = 1024;      // of each block, by the system
 constexpr int kRecordBytes = static_cast<int>(fragments::kRecordBytes);
@@ -27,11 +25,12 @@ constexpr int kSpan = static_cast<int>(fragments::kSpan);
 constexpr int kXRowBytes = kSpan * 2;  // a token's, in a span
 
 // Tile widths (tokens) that are compiled, ascending to the widest of a kernel. With more than eight
-// branches the assembler gives up overlapping wgmma with other work (it says so: C7512).
+// branches, or four where registers are scarce, the assembler gives up overlapping wgmma with other work (it
+// says so: C7512).
 template <int kMaxWidth>
 __host__ __device__ constexpr int tile_width(int index) {
-  constexpr int kUnits[] = {1, 2, 3, 4, 6, 8};
-  return kMaxWidth == 256 ? 32 * (index + 1) : kUnits[index] * (kMaxWidth == 128 ? 16 : 8);
+  constexpr int kUnit = kMaxWidth <= 32 ? 8 : kMaxWidth <= 128 ? 16 : 32;
+  return kUnit * (index + 1);
 }
 template <int kMaxWidth>
 __host__ __device__ constexpr int num_widths() {
@@ -43,21 +42,28 @@ __host__ __device__ constexpr int num_widths() {
 
 template <int kMaxWidth>
 struct Shape {
+  // Rows of weights of an item, in units of 128: each has two warpgroups of consumers. The more rows, the
+  // fewer tokens are fetched and the more warps hide each other's waits; the sums of the widest tiles
+  // leave registers for one.
+  static constexpr int kRowBlocks = kMaxWidth == 64 ? 2 : 1;
+  static constexpr int kConsumerWarps = 8 * kRowBlocks;
+  static constexpr int kConsumerThreads = 32 * kConsumerWarps;
   static constexpr int kSpans = kMaxWidth <= 64 ? 4 : 2;  // 64-k records of a stage
   static constexpr int kXBytes = kMaxWidth * kXRowBytes;  // tokens of one span
   // Narrow tiles leave registers for two blocks: one works while the other begins or ends a tile.
   static constexpr int kBlocks = kMaxWidth <= 32 ? 2 : 1;  // of a multiprocessor
   // A warp fetches. Where a block has all registers, three more join it that only give theirs away:
   // the assembler wants to be told that the consumers have more than all threads could have.
-  static constexpr int kThreads = kConsumerThreads + (kBlocks == 2 ? 32 : 128);
+  static constexpr bool kMovesRegisters = kBlocks == 1;
+  static constexpr int kThreads = kConsumerThreads + (kMovesRegisters ? 128 : 32);
   static constexpr int kBlockBytes =
       kBlocks == 2 ? kSharedBytes / 2 - kReservedBytes : kSharedBytes;
-  static constexpr int kStageBytes = kSpans * (kXBytes + kRecordBytes);
+  static constexpr int kStageBytes = kSpans * (kXBytes + kRowBlocks * kRecordBytes);
   // Wide tiles: two blocks that multiply the same tokens fetch half of them each, for both.
-  static constexpr int kClusterBlocks = kMaxWidth >= 64 ? 2 : 1;
+  static constexpr int kClusterBlocks = kMaxWidth >= 128 ? 2 : 1;
   // Steps of 16 k that are expanded while those before them are multiplied; two where registers are
   // scarce.
-  static constexpr int kSteps = kMaxWidth == 256 || (kBlocks == 2 && kMaxWidth > 8) ? 2 : 4;
+  static constexpr int kSteps = kMaxWidth >= 64 || (kBlocks == 2 && kMaxWidth > 8) ? 2 : 4;
   static constexpr int kItems = kMaxWidth <= 128 ? 4 : 2;  // that the producer is ahead
   static constexpr int kItemBytes = kItems * (kMaxWidth * 4 + 48);
   static constexpr int kBarrierBytes = 256;
@@ -68,11 +74,12 @@ struct Shape {
   static_assert((2 * kStages + 2 * kItems) * 8 <= kBarrierBytes);
 };
 
-// A unit of work: a row tile times 128 weight rows over a part of K.
+// A unit of work: a row tile times 128 or 256 weight rows over a part of K.
 struct Item {
   RowTile tile;
-  int row_block;  // of 128 weight rows
-  int split;
+  int row_block;   // the first, of 128 weight rows
+  int row_blocks;  // fewer at the end of a matrix
+  int split;       // part of K
   int first_span;
   int end_span;
   bool same_tokens;  // as the other block of the cluster
@@ -81,10 +88,11 @@ struct Item {
 
 // What the consumers need of an item, in shared memory.
 struct alignas(16) ConsumerItem {
-  int rows;
+  int rows;  // 0: there are no more items
   int stored_rows;
   int first_row;
   int row_block;
+  int row_blocks;
   int split;
   int first_span;
   int end_span;
@@ -115,11 +123,11 @@ struct Shared {
     item_full = empty + S::kStages;
     item_empty = item_full + S::kItems;
   }
-  __device__ uint8_t* record(int stage, int span) const {
-    return stages + stage * S::kStageBytes + span * kRecordBytes;
+  __device__ uint8_t* record(int stage, int row_block, int span) const {
+    return stages + stage * S::kStageBytes + (row_block * S::kSpans + span) * kRecordBytes;
   }
   __device__ uint8_t* x(int stage, int span, int width) const {
-    return record(stage, S::kSpans) + span * width * kXRowBytes;
+    return record(stage, S::kRowBlocks, 0) + span * width * kXRowBytes;
   }
 };
 
@@ -142,37 +150,38 @@ struct Ring {
 template <int kMaxWidth>
 class ItemLoop {
  public:
-  static constexpr int kSpans = Shape<kMaxWidth>::kSpans;
+  using S = Shape<kMaxWidth>;
 
   __device__ explicit ItemLoop(const GroupedGemm& args)
       : args_(args),
         row_blocks_(static_cast<int>(args.fragment_rows / fragments::kTileRows)),
-        per_tile_(row_blocks_ * args.splits),
+        per_split_((row_blocks_ + S::kRowBlocks - 1) / S::kRowBlocks),
+        per_tile_(per_split_ * args.splits),
         items_(*args.routes.num_tiles * per_tile_),
         index_(static_cast<int>(blockIdx.x)),
-        pair_(Shape<kMaxWidth>::kClusterBlocks == 1 ? 0 : ptx::cluster_blocks() - 1) {
+        pair_(S::kClusterBlocks == 1 ? 0 : ptx::cluster_blocks() - 1) {
     fetch();
   }
   // The blocks of a cluster are done together.
   __device__ bool done() const { return (index_ & ~pair_) >= items_; }
-  __device__ void advance() { index_ += static_cast<int>(gridDim.x); }
-  // Of the present item, once.
+  // The next item.
   __device__ Item take() {
     const int spans = static_cast<int>(args_.k) / kSpan;
-    const int stages = (spans + kSpans - 1) / kSpans;
-    const int per_split = (stages + args_.splits - 1) / args_.splits * kSpans;
+    const int stages = (spans + S::kSpans - 1) / S::kSpans;
+    const int split_spans = (stages + args_.splits - 1) / args_.splits * S::kSpans;
     const int index = min(index_, items_ - 1);
     const int other = min(index_ ^ pair_, items_ - 1);
     const int rest = index % per_tile_;
     Item item;
     item.tile = next_;
-    item.row_block = rest % row_blocks_;
-    item.split = rest / row_blocks_;
-    item.first_span = item.split * per_split;
-    item.end_span = min(spans, item.first_span + per_split);
+    item.row_block = rest % per_split_ * S::kRowBlocks;
+    item.row_blocks = min(S::kRowBlocks, row_blocks_ - item.row_block);
+    item.split = rest / per_split_;
+    item.first_span = item.split * split_spans;
+    item.end_span = min(spans, item.first_span + split_spans);
     item.same_tokens = pair_ == 1 && other / per_tile_ == index / per_tile_;
     item.surplus = index_ >= items_;
-    advance();
+    index_ += static_cast<int>(gridDim.x);
     fetch();
     return item;
   }
@@ -184,6 +193,7 @@ class ItemLoop {
 
   const GroupedGemm& args_;
   int row_blocks_;
+  int per_split_;  // items of a part of K of a row tile
   int per_tile_;
   int items_;
   int index_;  // of next_
@@ -193,9 +203,11 @@ class ItemLoop {
 
 // --- producers ---
 
-const __device__ __forceinline__ uint8_t* records_of(const GroupedGemm& args, const Item& item) {
+const __device__ __forceinline__ uint8_t* records_of(const GroupedGemm& args,
+                                                     const Item& item,
+                                                     int row_block) {
   return args.weights + item.tile.expert * args.expert_bytes +
-         (int64_t{item.row_block} * (args.k / kSpan) + item.first_span) * kRecordBytes;
+         (int64_t{item.row_block + row_block} * (args.k / kSpan) + item.first_span) * kRecordBytes;
 }
 
 // Of the compiled widths, the first that `rows` fit in.
@@ -212,11 +224,12 @@ __device__ __forceinline__ int width_index(int rows) {
 template <int kMaxWidth>
 __device__ __forceinline__ void prefetch_first_items(const GroupedGemm& args) {
   using S = Shape<kMaxWidth>;
-  int budget = S::kStages * S::kSpans;  // spans
+  int budget = S::kStages * S::kSpans;  // spans of an item's rows
   for (ItemLoop<kMaxWidth> loop(args); !loop.done() && budget > 0;) {
     const Item item = loop.take();
     const int spans = min(budget, item.end_span - item.first_span);
-    ptx::prefetch_to_l2(records_of(args, item), spans * kRecordBytes);
+    for (int row_block = 0; row_block < item.row_blocks; ++row_block)
+      ptx::prefetch_to_l2(records_of(args, item, row_block), spans * kRecordBytes);
     budget -= spans;
   }
 }
@@ -229,7 +242,10 @@ __device__ __forceinline__ void copy_operands(const GroupedGemm& args,
                                               Ring<Shape<kMaxWidth>::kStages>& stage) {
   using S = Shape<kMaxWidth>;
   constexpr int kHalf = S::kSpans / 2;
-  const uint8_t* records = records_of(args, item);
+  const uint8_t* records[S::kRowBlocks];
+#pragma unroll
+  for (int i = 0; i < S::kRowBlocks; ++i)
+    records[i] = records_of(args, item, i);
   // A tile is as wide as its box: the last rows may be other experts', zeros or memory that
   // nobody wrote, and only reach columns nobody reads. So may the last spans, which nobody multiplies.
   const int index = width_index<kMaxWidth>(item.tile.rows);
@@ -239,9 +255,14 @@ __device__ __forceinline__ void copy_operands(const GroupedGemm& args,
     const int record_bytes = min(S::kSpans, item.end_span - span) * kRecordBytes;
     uint64_t* full = shared.full + stage.index;
     ptx::mbarrier_wait(shared.empty + stage.index, stage.parity ^ 1);
-    ptx::mbarrier_arrive_expect(full, record_bytes + 2 * half_bytes);
-    ptx::bulk_copy(shared.record(stage.index, 0), records, record_bytes, full);
-    records += record_bytes;
+    ptx::mbarrier_arrive_expect(full, item.row_blocks * record_bytes + 2 * half_bytes);
+#pragma unroll
+    for (int i = 0; i < S::kRowBlocks; ++i) {
+      if (i < item.row_blocks) {
+        ptx::bulk_copy(shared.record(stage.index, i, 0), records[i], record_bytes, full);
+      }
+      records[i] += record_bytes;
+    }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       uint8_t* to = shared.x(stage.index, 0, width) + half * half_bytes;
@@ -273,6 +294,7 @@ __device__ __forceinline__ void announce(const GroupedGemm& args,
     to->stored_rows = item.surplus ? 0 : tile.rows;
     to->first_row = tile.first_row;
     to->row_block = item.row_block;
+    to->row_blocks = item.row_blocks;
     to->split = item.split;
     to->first_span = item.first_span;
     to->end_span = item.end_span;
@@ -301,6 +323,11 @@ __device__ __forceinline__ void produce(const GroupedGemm& args,
     __syncwarp();
     slot.advance();
   }
+  ptx::mbarrier_wait(shared.item_empty + slot.index, slot.parity ^ 1);
+  if (lane == 0) shared.items[slot.index].rows = 0;
+  __syncwarp();
+  ptx::mbarrier_arrive(shared.item_full + slot.index);
+  if (lane == 0) ptx::mbarrier_arrive(shared.item_full + slot.index);
 }
 
 // --- consumers ---
@@ -321,6 +348,19 @@ __device__ __forceinline__ void multiply(float (&sums)[kWidth / 2],
   ptx::wgmma_commit();
 }
 
+// Gives a stage back to those who fill it.
+template <int kMaxWidth>
+__device__ __forceinline__ void release(const Shared<kMaxWidth>& shared,
+                                        int cluster_blocks,
+                                        int stage) {
+  const int lane = ptx::thread_index() % 32;
+  if constexpr (Shape<kMaxWidth>::kClusterBlocks == 1) {
+    if (lane == 0) ptx::mbarrier_arrive(shared.empty + stage);
+  } else if (lane < cluster_blocks) {
+    ptx::mbarrier_arrive_at(shared.empty + stage, lane);
+  }
+}
+
 // Sums over the spans of an item.
 template <int kWidth, int kMaxWidth>
 __device__ __forceinline__ void accumulate(const Shared<kMaxWidth>& shared,
@@ -331,17 +371,13 @@ __device__ __forceinline__ void accumulate(const Shared<kMaxWidth>& shared,
   using S = Shape<kMaxWidth>;
   constexpr int kSteps = S::kSteps;
   const int thread = ptx::thread_index();
-  const int slab = thread / 32;
+  const int row_block = thread / 256;
+  const int slab = thread / 32 % 8;
   const int lane = thread % 32;
   uint32_t a[2][kSteps][4];
   int previous = -1;
-  const auto release = [&](int index) {
-    if (index < 0) return;
-    if constexpr (S::kClusterBlocks == 1) {
-      if (lane == 0) ptx::mbarrier_arrive(shared.empty + index);
-    } else if (lane < cluster_blocks) {
-      ptx::mbarrier_arrive_at(shared.empty + index, lane);
-    }
+  const auto release_previous = [&] {
+    if (previous >= 0) release(shared, cluster_blocks, previous);
   };
 #pragma unroll
   for (int i = 0; i < kWidth / 2; ++i)
@@ -353,12 +389,12 @@ __device__ __forceinline__ void accumulate(const Shared<kMaxWidth>& shared,
       expand<0>(packed, a[odd()]);
       multiply<kWidth, 0>(sums, a[odd()], x);
       ptx::wgmma_wait<1>();
-      if (first) release(previous);
+      if (first) release_previous();
     } else {
       expand<0>(packed, a[0]);
       multiply<kWidth, 0>(sums, a[0], x);
       ptx::wgmma_wait<1>();
-      if (first) release(previous);
+      if (first) release_previous();
       expand<2>(packed, a[1]);
       multiply<kWidth, 2>(sums, a[1], x);
       ptx::wgmma_wait<1>();
@@ -367,35 +403,51 @@ __device__ __forceinline__ void accumulate(const Shared<kMaxWidth>& shared,
   constexpr std::integral_constant<int, 0> kEven;
   constexpr std::integral_constant<int, 1> kOdd;
 
-  int span = item.first_span;
-  for (; span + S::kSpans <= item.end_span; span += S::kSpans) {
+  int spans = item.end_span - item.first_span;
+  for (; spans >= S::kSpans; spans -= S::kSpans) {
     ptx::mbarrier_wait(shared.full + stage.index, stage.parity);
+    constexpr int kLoads = S::kRowBlocks == 2 ? 2 : S::kSpans;
     Packed packed[S::kSpans];
-#pragma unroll
-    for (int s = 0; s < S::kSpans; ++s)
-      packed[s] = load_packed(shared.record(stage.index, s), slab, lane);
     const uint64_t x = ptx::operand_descriptor(shared.x(stage.index, 0, kWidth));
 #pragma unroll
     for (int s = 0; s < S::kSpans; s += 2) {
+      if (s % kLoads == 0) {
+#pragma unroll
+        for (int i = s; i < s + kLoads; ++i)
+          packed[i] = load_packed(shared.record(stage.index, row_block, i), slab, lane);
+      }
       add_span(packed[s], x + ptx::operand_offset(s * kWidth * kXRowBytes), kEven, s == 0);
       add_span(packed[s + 1], x + ptx::operand_offset((s + 1) * kWidth * kXRowBytes), kOdd, false);
     }
     previous = stage.index;
     stage.advance();
   }
-  if (span < item.end_span) {  // a stage that is not full
+  if (spans > 0) {  // a stage that is not full
     ptx::mbarrier_wait(shared.full + stage.index, stage.parity);
     uint64_t x = ptx::operand_descriptor(shared.x(stage.index, 0, kWidth));
-    for (int s = 0; span + s < item.end_span; ++s) {
+    for (int s = 0; s < spans; ++s) {
       if constexpr (kSteps == 4) ptx::wgmma_wait<0>();  // a[0] may be in use
-      add_span(load_packed(shared.record(stage.index, s), slab, lane), x, kEven, s == 0);
+      add_span(load_packed(shared.record(stage.index, row_block, s), slab, lane), x, kEven, s == 0);
       x += ptx::operand_offset(kWidth * kXRowBytes);
     }
     previous = stage.index;
     stage.advance();
   }
   ptx::wgmma_wait<0>();
-  release(previous);
+  release_previous();
+}
+
+// For warps whose rows the matrix does not have.
+template <int kMaxWidth>
+__device__ __forceinline__ void skip(const Shared<kMaxWidth>& shared,
+                                     int cluster_blocks,
+                                     const ConsumerItem& item,
+                                     Ring<Shape<kMaxWidth>::kStages>& stage) {
+  for (int span = item.first_span; span < item.end_span; span += Shape<kMaxWidth>::kSpans) {
+    ptx::mbarrier_wait(shared.full + stage.index, stage.parity);
+    release(shared, cluster_blocks, stage.index);
+    stage.advance();
+  }
 }
 
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
@@ -410,7 +462,7 @@ __device__ __forceinline__ void store(const GroupedGemm& args,
                                       const float* row_scale,
                                       float (&sums)[kWidth / 2]) {
   const int thread = ptx::thread_index();
-  const int slab = thread / 32;
+  const int slab = thread / 32;  // of all rows of the item
   const int lane = thread % 32;
   const int64_t first_fragment = int64_t{item.row_block} * fragments::kTileRows + 16 * slab;
 
@@ -496,16 +548,21 @@ __device__ __forceinline__ void consume(const GroupedGemm& args,
                                         const Shared<kMaxWidth>& shared,
                                         int cluster_blocks) {
   using S = Shape<kMaxWidth>;
+  const int row_block = ptx::warp_index() / 8;
   Ring<S::kStages> stage;
   Ring<S::kItems> slot;
-  for (ItemLoop<kMaxWidth> loop(args); !loop.done(); loop.advance()) {
+  for (;; slot.advance()) {
     ptx::mbarrier_wait(shared.item_full + slot.index, slot.parity);
-    const ConsumerItem item = shared.items[slot.index];
-    run_item<kEpilogue, kMaxWidth>(
-        args, shared, cluster_blocks, item, shared.row_scale + slot.index * kMaxWidth, stage);
+    const ConsumerItem& item = shared.items[slot.index];
+    if (item.rows == 0) break;
+    if (S::kRowBlocks > 1 && row_block >= item.row_blocks) {
+      skip(shared, cluster_blocks, item, stage);
+    } else {
+      run_item<kEpilogue, kMaxWidth>(
+          args, shared, cluster_blocks, item, shared.row_scale + slot.index * kMaxWidth, stage);
+    }
     __syncwarp();
     if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(shared.item_empty + slot.index);
-    slot.advance();
   }
 }
 
@@ -519,11 +576,11 @@ __global__ void __launch_bounds__(Shape<kMaxWidth>::kThreads, Shape<kMaxWidth>::
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::kStages; ++i) {
       ptx::mbarrier_init(shared.full + i, 1);
-      ptx::mbarrier_init(shared.empty + i, kConsumerWarps * cluster_blocks);
+      ptx::mbarrier_init(shared.empty + i, S::kConsumerWarps * cluster_blocks);
     }
     for (int i = 0; i < S::kItems; ++i) {
       ptx::mbarrier_init(shared.item_full + i, 33);
-      ptx::mbarrier_init(shared.item_empty + i, kConsumerWarps);
+      ptx::mbarrier_init(shared.item_empty + i, S::kConsumerWarps);
     }
     ptx::fence_mbarrier_init();
   }
@@ -533,15 +590,15 @@ __global__ void __launch_bounds__(Shape<kMaxWidth>::kThreads, Shape<kMaxWidth>::
     __syncthreads();
   }
   ptx::allow_successor();
-  if (threadIdx.x == kConsumerThreads) prefetch_first_items<kMaxWidth>(args);
+  if (threadIdx.x == S::kConsumerThreads) prefetch_first_items<kMaxWidth>(args);
   ptx::wait_for_predecessor();
-  if (ptx::warp_index() >= kConsumerWarps) {
-    if constexpr (S::kBlocks == 1) ptx::give_registers<40>();
-    if (ptx::warp_index() == kConsumerWarps) {
+  if (ptx::warp_index() >= S::kConsumerWarps) {
+    if constexpr (S::kMovesRegisters) ptx::give_registers<S::kRowBlocks == 1 ? 40 : 64>();
+    if (ptx::warp_index() == S::kConsumerWarps) {
       produce(args, shared, static_cast<int>(threadIdx.x) % 32);
     }
   } else {
-    if constexpr (S::kBlocks == 1) ptx::take_registers<232>();
+    if constexpr (S::kMovesRegisters) ptx::take_registers<S::kRowBlocks == 1 ? 232 : 104>();
     consume<kEpilogue>(args, shared, cluster_blocks);
   }
   // The other block may still have copies or arrivals under way to here.
@@ -571,6 +628,7 @@ GemmVariant variant() {
   v.max_width = kMaxWidth;
   v.stage_k = Shape<kMaxWidth>::kSpans * kSpan;
   static_assert(num_widths<kMaxWidth>() <= kMaxWidths);
+  v.item_rows = Shape<kMaxWidth>::kRowBlocks * fragments::kTileRows;
   v.num_widths = num_widths<kMaxWidth>();
   for (int i = 0; i < v.num_widths; ++i)
     v.widths[i] = tile_width<kMaxWidth>(i);

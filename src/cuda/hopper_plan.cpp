@@ -9,8 +9,6 @@
 namespace hexpert::cuda {
 namespace {
 
-namespace fragments = layout::sm90_fragments;
-
 // K is split for the benefit of batches that leave multiprocessors idle. Beyond this many routes
 // there is work for all, and the FP32 sums would cost more than they bring.
 constexpr int64_t kMaxSplitRoutes = 256;
@@ -34,9 +32,10 @@ const GemmVariant& choose_variant(double tokens_per_expert, int64_t rows) {
 
 // The number of parts of K that takes the least time: rounds of all multiprocessors, times the
 // stages of an item.
-int choose_splits(double row_tiles, int64_t fragment_rows, int64_t k, int64_t stage_k) {
-  const auto stages = static_cast<double>((k + stage_k - 1) / stage_k);
-  const double tiles = row_tiles * static_cast<double>(fragment_rows / fragments::kTileRows);
+int choose_splits(const GemmVariant& gemm, double row_tiles, int64_t fragment_rows, int64_t k) {
+  const auto stages = static_cast<double>((k + gemm.stage_k - 1) / gemm.stage_k);
+  const double tiles =
+      row_tiles * static_cast<double>((fragment_rows + gemm.item_rows - 1) / gemm.item_rows);
   int best = 1;
   double best_cost = 0;
   for (int splits = 1; splits <= std::min<double>(kMaxSplits, stages); ++splits) {
@@ -75,9 +74,8 @@ ForwardPlan plan_forward(const MoeProblem& problem,
   if (!batch_invariant && slots <= kMaxSplitRoutes) {
     const double row_tiles =
         std::ceil(std::min(static_cast<double>(slots), experts) * local / experts);
-    plan.fc1_splits = choose_splits(row_tiles, sizes.fc1_rows, sizes.hidden, plan.gemm->stage_k);
-    plan.fc2_splits =
-        choose_splits(row_tiles, sizes.fc2_rows, sizes.intermediate, plan.gemm->stage_k);
+    plan.fc1_splits = choose_splits(*plan.gemm, row_tiles, sizes.fc1_rows, sizes.hidden);
+    plan.fc2_splits = choose_splits(*plan.gemm, row_tiles, sizes.fc2_rows, sizes.intermediate);
   }
   plan.fc1_partial = plan.fc1_splits > 1 || !activated_by_gemm(problem.activation);
   plan.fc2_partial = plan.fc2_splits > 1;
