@@ -95,10 +95,14 @@ struct AmxGemm {
     for (int i = 0; i < kRounds; ++i) {
       for (int step = 0; step < 8; ++step) {
         const uint8_t* a = operands + 4096 * step;
-        HardwareTiles::multiply_00(a, a + 2048);
-        HardwareTiles::multiply_01(a + 3072);
-        HardwareTiles::multiply_10(a + 1024);
-        HardwareTiles::multiply_11();
+        _tile_loadd(6, a + 2048, kTileStride);
+        _tile_loadd(4, a, kTileStride);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, a + 3072, kTileStride);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_loadd(5, a + 1024, kTileStride);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
       }
     }
     const double rate = kRounds * 8 * 65536.0 / (now() - start) * 1e-9;

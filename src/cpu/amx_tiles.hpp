@@ -16,8 +16,7 @@ inline constexpr int64_t kTileBytes = 1024;
 inline constexpr int64_t kTileStride = 64;
 inline constexpr int64_t kResultStride = 128;  // of c, in bytes: 32 floats
 
-// The eight steps of a 32 x 32 x 32 product, apart so that other work can be placed between them.
-// The intrinsics want literal tile numbers, hence one function a step.
+// A 32 x 32 x 32 product in steps, apart so that other work can be placed between them. The intrinsics want literal tile numbers, hence one function a step.
 struct HardwareTiles {
   struct alignas(64) Config {
     uint8_t palette = 1;
@@ -62,17 +61,32 @@ struct HardwareTiles {
     _tile_stored(2, c, kResultStride);
     _tile_stored(3, c + 16, kResultStride);
   }
-  HX_TILE_FUNCTION multiply_00(const uint8_t* activations, const uint8_t* weights) {
+  HX_TILE_FUNCTION exchange_first(float* c, const float* next) {
+    _tile_stored(0, c, kResultStride);
+    _tile_loadd(0, next, kResultStride);
+    _tile_stored(1, c + 16, kResultStride);
+    _tile_loadd(1, next + 16, kResultStride);
+  }
+  HX_TILE_FUNCTION exchange_second(float* c, const float* next) {
+    _tile_stored(2, c, kResultStride);
+    _tile_loadd(2, next, kResultStride);
+    _tile_stored(3, c + 16, kResultStride);
+    _tile_loadd(3, next + 16, kResultStride);
+  }
+  HX_TILE_FUNCTION load_weights(const uint8_t* weights) {
     _tile_loadd(6, weights, kTileStride);
-    _tile_loadd(4, activations, kTileStride);
+    _tile_loadd(7, weights + kTileBytes, kTileStride);
+  }
+  // Activations pass L1 by: what is used again is the weights.
+  HX_TILE_FUNCTION multiply_00(const uint8_t* activations) {
+    _tile_stream_loadd(4, activations, kTileStride);
     _tile_dpbf16ps(0, 4, 6);
   }
-  HX_TILE_FUNCTION multiply_01(const uint8_t* weights) {
-    _tile_loadd(7, weights, kTileStride);
+  HX_TILE_FUNCTION multiply_01() {
     _tile_dpbf16ps(1, 4, 7);
   }
   HX_TILE_FUNCTION multiply_10(const uint8_t* activations) {
-    _tile_loadd(5, activations, kTileStride);
+    _tile_stream_loadd(5, activations, kTileStride);
     _tile_dpbf16ps(2, 5, 6);
   }
   HX_TILE_FUNCTION multiply_11() {
@@ -98,15 +112,22 @@ struct EmulatedTiles {
   static void load_second(const float* c) { copy_in(2, c); }
   static void store_first(float* c) { copy_out(0, c); }
   static void store_second(float* c) { copy_out(2, c); }
-  static void multiply_00(const uint8_t* activations, const uint8_t* weights) {
-    std::memcpy(state().operand[2], weights, kTileBytes);
+  static void exchange_first(float* c, const float* next) {
+    store_first(c);
+    load_first(next);
+  }
+  static void exchange_second(float* c, const float* next) {
+    store_second(c);
+    load_second(next);
+  }
+  static void load_weights(const uint8_t* weights) {
+    std::memcpy(state().operand[2], weights, 2 * kTileBytes);
+  }
+  static void multiply_00(const uint8_t* activations) {
     std::memcpy(state().operand[0], activations, kTileBytes);
     dot(0, 0, 2);
   }
-  static void multiply_01(const uint8_t* weights) {
-    std::memcpy(state().operand[3], weights, kTileBytes);
-    dot(1, 0, 3);
-  }
+  static void multiply_01() { dot(1, 0, 3); }
   static void multiply_10(const uint8_t* activations) {
     std::memcpy(state().operand[1], activations, kTileBytes);
     dot(2, 1, 2);

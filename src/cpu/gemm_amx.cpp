@@ -1,21 +1,21 @@
-// The AMX-BF16 GEMM. For one pair of groups (32 rows) and up to 256 tokens:
+// The AMX-BF16 GEMM. For one pair of groups (32 rows) and up to 256 tokens, span after span of K:
 //
-//   weights, 4.5 bits          panel, BF16             tile unit
+//   weights, 4.5 bits          panel, BF16, in L1      tile unit
 //   +-----------------+        +--------------+
-//   | span s + 1      | expand | buffer 1 - b |
-//   +-----------------+ =====> +--------------+
-//                              | buffer b     | =====> 32 tokens x 32 rows, tdpbf16ps
-//                              +--------------+          ^ activations as tiles (L2)
+//   | span s          | expand | 32 rows      | =====> 32 tokens x 32 rows, tdpbf16ps
+//   +-----------------+ =====> |  x a span    |          ^ activations as tiles, past L1
+//   | span s + 1      |        +--------------+
+//   +-----------------+
 //
-// While the tile unit goes over span s, block after block of 16 rows x 16 k of the next span, or of
-// the next pair's first, is expanded among its instructions. Results stay in tiles from span to span
-// when there are at most 32 tokens, and wait in `c` otherwise. Either way a result is added up in
-// the order of k: its bits do not depend on the number of tokens.
+// Passes of 32 tokens go over the panel one after the other. As the last of them has read a piece of
+// 16 rows x 16 k, the same piece of the next span, or of the next pair's first, is expanded over it,
+// among the instructions of the tile unit. Results stay in tiles from span to span when there are at
+// most 32 tokens, and wait in `c` otherwise. Either way a result is added up in the order of k: its
+// bits do not depend on the number of tokens.
 //
-// Budget of 32 rows x 32 k on a Xeon with a tile unit of its own, in ns. At 32 tokens the unit needs
-// 28 and expanding four blocks 51; together they take 65, so they overlap by little. At 128 tokens the
-// unit needs 113 of 206; with spans of 256 k it was 228, of which expanding took 40 and the round
-// trips of results between spans 60.
+// Budget of 32 rows x 32 k on a Xeon with a tile unit of its own, operands in L1, in ns: products with
+// 32 tokens 23.7, expanding 33, both together 44.5, as a product takes the vector ports some cycles.
+// A round trip of the results through `c` costs about 60 a pass and span.
 //
 // Expansion to BF16 without a multiply. A scale byte becomes UE5M3 (5 exponent bits, bias 15), in
 // which every E4M3 value, subnormals too, is a normal number. Then the BF16 pattern of E2M1 * scale
@@ -51,17 +51,15 @@ namespace {
 
 namespace tiles = layout::cpu_tiles;
 
-// Longest k of one panel buffer, measured on a Xeon with a tile unit of its own. Up to 32 tokens the
-// results never leave the tiles, and short spans keep both buffers in L1: 1.2x over 256. Above, each
-// span costs a round trip of the results, which outweighs reading the panel from L2: 1.13x over 256
-// and 1.05x over 1024 at 128 and 256 tokens.
-constexpr int64_t kSpanInTiles = 128;
-constexpr int64_t kSpan = 2048;
+// Longest span. Up to 32 tokens the results never leave the tiles. Above, a span costs a round trip
+// of the results; a longer one does not stay in L1 beside them.
+constexpr int64_t kSpanInTiles = 256;
+constexpr int64_t kSpan = 384;
 constexpr int64_t kStepK = 32;                  // k of one tile
 constexpr int64_t kStepBytes = 2 * kTileBytes;  // weights of one step: two groups
 constexpr int64_t kBlockRowsBytes = 512;
-constexpr int64_t kBlocksPerRecord = 8;  // two groups, four blocks of 16 k
-constexpr int64_t kBufferBytes = kSpan / kStepK * kStepBytes;
+constexpr int64_t kRecordPanelBytes = tiles::kSpan / kStepK * kStepBytes;
+constexpr int64_t kPanelBytes = kSpan / kStepK * kStepBytes;
 
 struct Span {
   int64_t first;  // record
@@ -117,29 +115,34 @@ constexpr std::array<uint16_t, 32> kCorrections = [] {
   return table;
 }();
 
-// Byte 2w of word w: the row of that word.
-constexpr std::array<uint8_t, 64> kSpread = [] {
-  std::array<uint8_t, 64> table{};
-  for (unsigned i = 0; i < 64; ++i)
-    table[i] = static_cast<uint8_t>(i / 4);
+// For each block of 16 k of a record: which of its scales byte 2w of word w wants, that of the word's row.
+alignas(64) constexpr std::array<std::array<uint8_t, 64>, 4> kSpread = [] {
+  std::array<std::array<uint8_t, 64>, 4> table{};
+  for (unsigned b = 0; b < 4; ++b) {
+    for (unsigned i = 0; i < 64; ++i)
+      table[b][i] = static_cast<uint8_t>(16 * b + i / 4);
+  }
   return table;
 }();
 
 // Held in registers by value: stores through byte pointers could alias anything in memory.
 struct Tables {
+  __m512i minus_16;
   __m512i ue5m3_low;
   __m512i ue5m3_high;
   __m512i patterns;
   __m512i corrections;
-  __m512i spread;
 };
 
 inline Tables load_tables() {
-  return {_mm512_loadu_si512(kUe5m3.data()),
+  // The compiler must not know the factor: it would replace the product by shifts.
+  __m512i minus_16 = _mm512_set1_epi16(-16);
+  asm("" : "+v"(minus_16));
+  return {minus_16,
+          _mm512_loadu_si512(kUe5m3.data()),
           _mm512_loadu_si512(kUe5m3.data() + 64),
           _mm512_loadu_si512(kCodePatterns.data()),
-          _mm512_loadu_si512(kCorrections.data()),
-          _mm512_loadu_si512(kSpread.data())};
+          _mm512_loadu_si512(kCorrections.data())};
 }
 
 struct ScaleOperands {
@@ -147,10 +150,11 @@ struct ScaleOperands {
   __m512i keep;
 };
 
-// From UE5M3 in words.
+// From UE5M3 in words. Products, because shifts run on one port only.
 inline __attribute__((always_inline)) ScaleOperands scale_operands(const Tables& tables,
                                                                    __m512i ue5m3) {
-  return {_mm512_sub_epi16(_mm512_set1_epi16(kExponentBias << 7), _mm512_slli_epi16(ue5m3, 4)),
+  return {_mm512_add_epi16(_mm512_mullo_epi16(ue5m3, tables.minus_16),
+                           _mm512_set1_epi16(kExponentBias << 7)),
           _mm512_permutexvar_epi16(ue5m3, tables.corrections)};
 }
 
@@ -162,109 +166,128 @@ inline __attribute__((always_inline)) __m512i expand_words(const Tables& tables,
   return _mm512_subs_epu16(_mm512_and_si512(pattern, scale.keep), scale.subtract);
 }
 
-// Block `b` (16 rows x 16 k) of a record -> eight 64-byte rows of a weight tile.
-inline __attribute__((always_inline)) void expand_block(const Tables& tables,
-                                                        const uint8_t* record,
-                                                        int64_t b,
-                                                        uint8_t* out) {
+inline __attribute__((always_inline)) __m512i next_nibbles(__m512i words) {
+  return _mm512_mulhi_epu16(words, _mm512_set1_epi16(1 << 12));  // words >> 4, on either port
+}
+
+// Block `b` (16 rows x 16 k) of a record -> eight 64-byte rows of a weight tile. `scales`: UE5M3 of the
+// record's four blocks.
+inline __attribute__((always_inline)) void expand_block(
+    const Tables& tables, const uint8_t* record, __m512i scales, int64_t b, uint8_t* rows) {
   // Words 2n and 2n + 1 get the scale of row n.
-  const __m128i bytes =
-      _mm_loadu_si128(reinterpret_cast<const __m128i*>(record + tiles::kScalesAt + 16 * b));
-  const __m512i ue5m3 =
-      _mm512_permutex2var_epi8(tables.ue5m3_low, _mm512_castsi128_si512(bytes), tables.ue5m3_high);
   const ScaleOperands scale = scale_operands(
-      tables, _mm512_maskz_permutexvar_epi8(0x5555555555555555U, tables.spread, ue5m3));
+      tables,
+      _mm512_maskz_permutexvar_epi8(
+          0x5555555555555555U, _mm512_load_si512(kSpread[static_cast<size_t>(b)].data()), scales));
 #pragma GCC unroll 2
-  for (int64_t chunk = 0; chunk < 2; ++chunk) {
-    const __m512i words = _mm512_loadu_si512(record + 128 * b + 64 * chunk);
-    uint8_t* rows = out + 256 * chunk;
+  for (int64_t chunk = 0; chunk < 2; ++chunk, rows += 256) {
+    const uint8_t* codes = record + 128 * b + 64 * chunk;
+    const __m512i words = _mm512_loadu_si512(codes);
+    const __m512i upper = _mm512_loadu_si512(codes + 1);  // words >> 8, in the bits that count
     _mm512_store_si512(rows, expand_words(tables, scale, words));
-    _mm512_store_si512(rows + 64, expand_words(tables, scale, _mm512_srli_epi16(words, 4)));
-    _mm512_store_si512(rows + 128, expand_words(tables, scale, _mm512_srli_epi16(words, 8)));
-    _mm512_store_si512(rows + 192, expand_words(tables, scale, _mm512_srli_epi16(words, 12)));
+    _mm512_store_si512(rows + 64, expand_words(tables, scale, next_nibbles(words)));
+    _mm512_store_si512(rows + 128, expand_words(tables, scale, upper));
+    _mm512_store_si512(rows + 192, expand_words(tables, scale, next_nibbles(upper)));
   }
 }
 
-// Expands one span of a pair, block by block on demand: four blocks of a record of the first group,
-// of the second, then the next record. Branch-free but for the end.
-class Expander {
+// 32 rows x 64 k of a pair, to be expanded into the panel block by block.
+class PairRecord {
  public:
-  Expander() = default;
-  Expander(const uint8_t* pair, int64_t k, Span span, uint8_t* buffer)
-      : record_(pair + span.first * tiles::kRecordBytes),
-        out_(buffer),
-        group_bytes_(tiles::group_bytes(k)),
-        blocks_(span.records * kBlocksPerRecord) {}
-
-  int64_t left() const { return blocks_ - done_; }
-
-  inline __attribute__((always_inline)) void block(const Tables& tables) {
-    const int64_t b = done_ & 3;
-    const int64_t group = done_ >> 2 & 1;
-    const int64_t r = done_ >> 3;
-    const uint8_t* record = record_ + r * tiles::kRecordBytes + group * group_bytes_;
-    uint8_t* out = out_ + r * 2 * kStepBytes + group * kTileBytes + (b >> 1) * kStepBytes +
-                   (b & 1) * kBlockRowsBytes;
-    // The next pair follows this one: its block is fetched into L2 meanwhile.
-    const auto* ahead = reinterpret_cast<const char*>(record + 2 * group_bytes_);
-    _mm_prefetch(ahead + 128 * b, _MM_HINT_T1);
-    _mm_prefetch(ahead + 128 * b + 64, _MM_HINT_T1);
-    _mm_prefetch(ahead + tiles::kScalesAt, _MM_HINT_T1);
-    expand_block(tables, record, b, out);
-    ++done_;
+  inline __attribute__((always_inline))
+  PairRecord(const Tables& tables, const uint8_t* record, int64_t group_bytes)
+      : tables_(tables),
+        records_{record, record + group_bytes},
+        scales_{ue5m3(records_[0]), ue5m3(records_[1])} {
+    for (int64_t g = 0; g < 2; ++g) {
+      ahead_[g] = records_[g] + 2 * group_bytes;
+      asm("" : "+r"(ahead_[g]));  // one register for all lines
+    }
   }
-  void rest(const Tables& tables) {
-    while (left() > 0)
-      block(tables);
+
+  // Block b of group g.
+  inline __attribute__((always_inline)) void expand(int64_t g, int64_t b, uint8_t* panel) const {
+    // The next pair follows this one: its block is fetched into L2 meanwhile.
+    const uint8_t* ahead = ahead_[g] + 128 * b;
+    _mm_prefetch(ahead, _MM_HINT_T1);
+    _mm_prefetch(ahead + 64, _MM_HINT_T1);
+    if (b == 3) _mm_prefetch(ahead + 128, _MM_HINT_T1);  // scales
+    expand_block(tables_,
+                 records_[g],
+                 scales_[g],
+                 b,
+                 panel + b / 2 * kStepBytes + g * kTileBytes + b % 2 * kBlockRowsBytes);
+  }
+  inline __attribute__((always_inline)) void expand_all(uint8_t* panel) const {
+#pragma GCC unroll 8
+    for (int64_t i = 0; i < 8; ++i)
+      expand(i / 4, i % 4, panel);
   }
 
  private:
-  const uint8_t* record_ = nullptr;
-  uint8_t* out_ = nullptr;
-  int64_t group_bytes_ = 0;
-  int64_t blocks_ = 0;
-  int64_t done_ = 0;
+  inline __attribute__((always_inline)) __m512i ue5m3(const uint8_t* record) const {
+    return _mm512_permutex2var_epi8(
+        tables_.ue5m3_low, _mm512_loadu_si512(record + tiles::kScalesAt), tables_.ue5m3_high);
+  }
+
+  Tables tables_;
+  const uint8_t* records_[2];
+  const uint8_t* ahead_[2];
+  __m512i scales_[2];
 };
 
-// `steps` tile steps of 16 or 32 tokens; at each, kBlocks blocks are expanded between the products.
-template <typename Unit, bool kTwo, int kBlocks>
-inline __attribute__((always_inline)) void multiply_steps(const Tables& tables,
-                                                          const uint8_t* weights,
-                                                          const uint8_t* activations,
-                                                          int64_t second_half,
-                                                          int64_t steps,
-                                                          Expander& next) {
-  Expander expander = next;  // in registers
-  for (int64_t s = 0; s < steps; ++s, weights += kStepBytes, activations += kTileBytes) {
-    const bool more = kBlocks > 0 && expander.left() > 0;
-    Unit::multiply_00(activations, weights);
-    if (kBlocks >= 1 && more) expander.block(tables);
-    Unit::multiply_01(weights + kTileBytes);
-    if (kBlocks == 4 && more) expander.block(tables);
+struct NoRecord {
+  void expand(int64_t, int64_t, uint8_t*) const {}
+};
+
+// 64 k of the panel times 16 or 32 tokens. What has been read of the panel is replaced by `next`.
+template <typename Unit, bool kTwo, typename Next>
+inline __attribute__((always_inline)) void multiply_record(const uint8_t* activations,
+                                                           int64_t second_half,
+                                                           uint8_t* panel,
+                                                           const Next& next) {
+#pragma GCC unroll 2
+  for (int64_t step = 0; step < 2; ++step, activations += kTileBytes) {
+    Unit::load_weights(panel + step * kStepBytes);
+    Unit::multiply_00(activations);
+    next.expand(0, 2 * step, panel);
+    Unit::multiply_01();
+    next.expand(0, 2 * step + 1, panel);
     if constexpr (kTwo) Unit::multiply_10(activations + second_half);
-    if (kBlocks >= 2 && more) expander.block(tables);
+    next.expand(1, 2 * step, panel);
     if constexpr (kTwo) Unit::multiply_11();
-    if (kBlocks == 4 && more) expander.block(tables);
+    next.expand(1, 2 * step + 1, panel);
   }
-  next = expander;
 }
 
+// A pass over the span in the panel; `next_records` records from `next` on take its place.
 template <typename Unit, bool kTwo>
-inline void multiply_steps(const Tables& tables,
-                           const uint8_t* weights,
-                           const uint8_t* activations,
-                           int64_t second_half,
-                           int64_t steps,
-                           int64_t blocks_per_step,
-                           Expander& next) {
-  if (next.left() == 0) {
-    multiply_steps<Unit, kTwo, 0>(tables, weights, activations, second_half, steps, next);
-  } else if (blocks_per_step <= 1) {
-    multiply_steps<Unit, kTwo, 1>(tables, weights, activations, second_half, steps, next);
-  } else if (blocks_per_step == 2) {
-    multiply_steps<Unit, kTwo, 2>(tables, weights, activations, second_half, steps, next);
-  } else {
-    multiply_steps<Unit, kTwo, 4>(tables, weights, activations, second_half, steps, next);
+inline void multiply_span(const Tables& in_memory,
+                          const uint8_t* activations,
+                          int64_t second_half,
+                          uint8_t* panel,
+                          int64_t records,
+                          const uint8_t* next,
+                          int64_t next_records,
+                          int64_t group_bytes) {
+  const Tables tables = in_memory;
+  int64_t r = 0;
+  for (; r < std::min(records, next_records); ++r) {
+    multiply_record<Unit, kTwo>(
+        activations, second_half, panel, PairRecord(tables, next, group_bytes));
+    activations += 2 * kTileBytes;
+    panel += kRecordPanelBytes;
+    next += tiles::kRecordBytes;
+  }
+  for (; r < records; ++r) {
+    multiply_record<Unit, kTwo>(activations, second_half, panel, NoRecord());
+    activations += 2 * kTileBytes;
+    panel += kRecordPanelBytes;
+  }
+  for (; r < next_records; ++r) {
+    PairRecord(tables, next, group_bytes).expand_all(panel);
+    panel += kRecordPanelBytes;
+    next += tiles::kRecordBytes;
   }
 }
 
@@ -277,54 +300,66 @@ void gemm_pairs(const uint8_t* pairs,
                 float* c,
                 uint8_t* panel,
                 const PairSink& sink) {
+  constexpr int64_t kTileResults = 16 * tiles::kPairRows;
   const Tables tables = load_tables();
-  const int64_t pair_bytes = 2 * tiles::group_bytes(k);
+  const int64_t group_bytes = tiles::group_bytes(k);
   const int64_t token_tiles = (m + 15) / 16;
-  const int64_t token_steps = (token_tiles + 1) / 2;
   const int64_t row_tiles = k / kStepK * kTileBytes;  // from 16 tokens to the next 16
-  const bool stays_in_tiles = token_steps == 1;
+  const bool stays_in_tiles = token_tiles <= 2;
   const SpanCut cut(k, stays_in_tiles ? kSpanInTiles : kSpan);
-  uint8_t* current = panel;
-  uint8_t* other = panel + kBufferBytes;
 
-  Expander(pairs, k, cut.span(0), current).rest(tables);
-  for (int64_t pair = 0; pair < num_pairs; ++pair) {
-    const uint8_t* weights = pairs + pair * pair_bytes;
+  for (int64_t r = 0; r < cut.span(0).records; ++r) {
+    PairRecord(tables, pairs + r * tiles::kRecordBytes, group_bytes)
+        .expand_all(panel + r * kRecordPanelBytes);
+  }
+  for (int64_t pair = 0; pair < num_pairs; ++pair, pairs += 2 * group_bytes) {
     for (int64_t s = 0; s < cut.spans; ++s) {
       const Span span = cut.span(s);
-      const int64_t steps = 2 * span.records;
+      const bool first = s == 0;
       const bool last = s + 1 == cut.spans;
-      Expander next;
+      const uint8_t* next = pairs;
+      int64_t next_records = 0;
       if (!last) {
-        next = Expander(weights, k, cut.span(s + 1), other);
+        next += cut.span(s + 1).first * tiles::kRecordBytes;
+        next_records = cut.span(s + 1).records;
       } else if (pair + 1 < num_pairs) {
-        next = Expander(weights + pair_bytes, k, cut.span(0), other);
+        next += 2 * group_bytes;
+        next_records = cut.span(0).records;
       }
-      const int64_t total_steps = token_steps * steps;
-      const int64_t per_step = (next.left() + total_steps - 1) / total_steps;
-      for (int64_t t = 0; t < token_tiles; t += 2) {
-        float* result = c + t * 16 * tiles::kPairRows;
+      // Of an odd number the single tile comes first: expanding belongs beside two.
+      int64_t width = 2 - token_tiles % 2;
+      for (int64_t t = 0; t < token_tiles; t += width, width = 2) {
+        float* result = c + t * kTileResults;
         const uint8_t* a = activations + t * row_tiles + 2 * span.first * kTileBytes;
-        const bool two = t + 1 < token_tiles;
-        if (s == 0) {
+        const bool last_pass = t + width == token_tiles;
+        const int64_t replaced = last_pass ? next_records : 0;
+        if (first) {
           Unit::zero_first();
-          if (two) Unit::zero_second();
-        } else if (!stays_in_tiles) {
+          if (width == 2) Unit::zero_second();
+        } else if (!stays_in_tiles && t == 0) {
           Unit::load_first(result);
-          if (two) Unit::load_second(result + 16 * tiles::kPairRows);
+          if (width == 2) Unit::load_second(result + kTileResults);
         }
-        if (two) {
-          multiply_steps<Unit, true>(tables, current, a, row_tiles, steps, per_step, next);
+        if (width == 2) {
+          multiply_span<Unit, true>(
+              tables, a, row_tiles, panel, span.records, next, replaced, group_bytes);
         } else {
-          multiply_steps<Unit, false>(tables, current, a, row_tiles, steps, per_step, next);
+          multiply_span<Unit, false>(
+              tables, a, row_tiles, panel, span.records, next, replaced, group_bytes);
         }
-        if (last || !stays_in_tiles) {
+        if (stays_in_tiles && !last) continue;
+        float* following = result + width * kTileResults;
+        if (first || last_pass) {
           Unit::store_first(result);
-          if (two) Unit::store_second(result + 16 * tiles::kPairRows);
+          if (width == 2) Unit::store_second(result + kTileResults);
+        } else if (width == 2) {
+          Unit::exchange_first(result, following);
+          Unit::exchange_second(result + kTileResults, following + kTileResults);
+        } else {
+          Unit::exchange_first(result, following);
+          Unit::load_second(following + kTileResults);
         }
       }
-      next.rest(tables);
-      std::swap(current, other);
     }
     sink.finish(sink.context, pair, c);
   }
@@ -364,7 +399,7 @@ void end() {
 }
 
 template <typename Unit>
-constexpr AmxKernels kTable = {begin<Unit>, end<Unit>, expand, gemm_pairs<Unit>, 2 * kBufferBytes};
+constexpr AmxKernels kTable = {begin<Unit>, end<Unit>, expand, gemm_pairs<Unit>, kPanelBytes};
 
 }  // namespace
 }  // namespace hexpert::cpu
