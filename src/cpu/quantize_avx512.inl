@@ -266,6 +266,12 @@ void quantize_row(const uint16_t* x,
     quantize_span(x + i, size, outer, codes + i / 2, scales + i / kBlockSize, ahead + i);
   }
   if (whole == n) return;
+  if (n > kBatch) {  // the last batch overlaps the one before it, and writes the same there
+    const int64_t last = n - kBatch;
+    quantize_span(
+        x + last, kBatch, outer, codes + last / 2, scales + last / kBlockSize, ahead + whole);
+    return;
+  }
   alignas(64) uint16_t last[kBatch] = {};
   alignas(64) uint8_t last_codes[kBatch / 2];
   alignas(64) uint8_t last_scales[kBatchBlocks];
