@@ -18,7 +18,7 @@ TEST(CudaWidths, EveryWidthWholeAndSplit) {
   std::set<int> split;
   for (const Activation& activation : {kSwiGlu, kSquaredRelu}) {
     // Rows of an expert at, below and above the width; the last tile of an expert is narrower.
-    for (int64_t tokens : {1, 7, 8, 15, 16, 25, 30, 32, 50, 60, 64, 100, 120, 128, 200, 250, 256}) {
+    for (int64_t tokens : {1, 7, 8, 15, 16, 25, 30, 32, 50, 60, 64, 100, 120, 128, 200, 256, 300}) {
       const MoeCase c{.num_experts = 2,
                       .top_k = 1,
                       .hidden_size = 1104,
@@ -37,7 +37,7 @@ TEST(CudaWidths, EveryWidthWholeAndSplit) {
       if (HasFailure()) return;
     }
   }
-  const std::set<int> all = {8, 16, 32, 64, 128, 256};
+  const std::set<int> all = {8, 16, 32, 64, 112, 160, 256};
   EXPECT_EQ(whole, all);
   EXPECT_GE(split.size(), 4U);
 }
@@ -64,6 +64,26 @@ TEST(CudaWidths, MixedTilesOfOneLaunch) {
     data.sync_ids();
     expect_every_backend(c, weights, data, data.inputs(c));
   }
+}
+
+// Enough items that blocks take most of them as they get ready, in every kernel that does so, experts of
+// very unequal load, and items of one stage, with which the blocks of a cluster are furthest apart.
+TEST(CudaWidths, BlocksTakeItems) {
+  std::set<int> widths;
+  for (int64_t tokens_per_expert : {5, 10, 24, 64, 120, 160}) {
+    const MoeCase c{.num_experts = 64,
+                    .top_k = 1,
+                    .hidden_size = 64,
+                    .intermediate_size = 1280,
+                    .tokens = 64 * tokens_per_expert,
+                    .activation = kSwiGlu,
+                    .routing = Routing::kImbalanced,
+                    .seed = static_cast<uint64_t>(tokens_per_expert)};
+    widths.insert(plan_of(c).gemm->max_width);
+    expect_every_backend(c);
+    if (HasFailure()) return;
+  }
+  EXPECT_EQ(widths, (std::set<int>{16, 32, 64, 112, 160, 256}));
 }
 
 // Many experts with a row each: as many tiles as slots.

@@ -3,8 +3,8 @@
 //   sum[row, n] = sum over k of x[row, k] * e2m1(n, k) * e4m3(n, k / 16)       FP32, exact products
 //
 // The weights are the register operand of wgmma and the tokens the shared-memory one, so a tile may
-// be as narrow as 8 tokens. A block loops over tiles: one warp fills a ring of stages, two warpgroups
-// expand the weights and multiply.
+// be as narrow as 8 tokens. A block loops over tiles: one warp fills a ring of stages, two or four
+// warpgroups expand the weights and multiply.
 #pragma once
 
 #include <cuda.h>
@@ -46,6 +46,7 @@ struct GroupedGemm {
   const float* gate_alpha = nullptr;  // [experts]
 
   Routes routes;
+  int32_t* items_taken = nullptr;  // [1] zero before; blocks count in it which items they take
   void* out =
       nullptr;  // [permuted rows, out_cols] bf16, or [splits, max_routes, fragment_rows] f32
   int64_t out_cols = 0;  // multiple of 16: features past it are dropped
@@ -77,7 +78,8 @@ extern const GemmVariant gemm_width8;
 extern const GemmVariant gemm_width16;
 extern const GemmVariant gemm_width32;
 extern const GemmVariant gemm_width64;
-extern const GemmVariant gemm_width128;
+extern const GemmVariant gemm_width112;
+extern const GemmVariant gemm_width160;
 extern const GemmVariant gemm_width256;
 
 }  // namespace hexpert::cuda

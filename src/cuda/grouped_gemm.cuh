@@ -6,6 +6,7 @@
 #include <cuda_fp8.h>
 
 #include <type_traits>
+#include <utility>
 
 #include "cuda/activation.cuh"
 #include "cuda/expand.cuh"
@@ -25,12 +26,18 @@ constexpr int kSpan = static_cast<int>(fragments::kSpan);
 constexpr int kXRowBytes = kSpan * 2;  // a token's, in a span
 
 // Tile widths (tokens) that are compiled, ascending to the widest of a kernel. With more than eight
-// branches, or four where registers are scarce, the assembler gives up overlapping wgmma with other work (it
-// says so: C7512).
+// branches, or four to six where registers are scarce, the assembler gives up overlapping wgmma with
+// other work (it says so: C7512).
 template <int kMaxWidth>
 __host__ __device__ constexpr int tile_width(int index) {
-  constexpr int kUnit = kMaxWidth <= 32 ? 8 : kMaxWidth <= 128 ? 16 : 32;
-  return kUnit * (index + 1);
+  if constexpr (kMaxWidth == 112) {
+    return 64 + 16 * index;
+  } else if constexpr (kMaxWidth == 160) {
+    return index == 0 ? 32 : 80 + 16 * index;
+  } else {
+    constexpr int kUnit = kMaxWidth <= 32 ? 8 : kMaxWidth == 64 ? 16 : 32;
+    return kUnit * (index + 1);
+  }
 }
 template <int kMaxWidth>
 __host__ __device__ constexpr int num_widths() {
@@ -40,38 +47,78 @@ __host__ __device__ constexpr int num_widths() {
   return index + 1;
 }
 
-template <int kMaxWidth>
-struct Shape {
+// What differs from kernel to kernel.
+struct Tuning {
   // Rows of weights of an item, in units of 128: each has two warpgroups of consumers. The more rows, the
   // fewer tokens are fetched and the more warps hide each other's waits; the sums of the widest tiles
   // leave registers for one.
-  static constexpr int kRowBlocks = kMaxWidth == 64 ? 2 : 1;
+  int row_blocks;
+  // Of a multiprocessor. Narrow tiles leave registers for two: one works while the other begins or ends
+  // a tile.
+  int blocks;
+  // Wide tiles: two blocks that multiply the same tokens fetch half of them each, for both.
+  int cluster_blocks;
+  int spans;  // 64-k records of a stage
+  // Steps of 16 k that are expanded while those before them are multiplied. More of them wait less for
+  // each other and take more registers.
+  int steps;
+  int loads;               // spans whose codes are loaded at once
+  int items;               // that the producer is ahead
+  int consumer_registers;  // where a block has a multiprocessor to itself
+};
+
+constexpr Tuning tuning(int max_width) {
+  switch (max_width) {
+    case 8:
+      return {1, 2, 1, 4, 4, 4, 4, 0};
+    case 16:
+    case 32:
+      return {1, 2, 1, 4, 2, 4, 4, 0};
+    case 64:
+      return {2, 1, 1, 4, 2, 2, 4, 104};
+    case 112:
+      return {2, 1, 1, 2, 1, 1, 4, 112};
+    case 160:
+      return {1, 1, 2, 2, 4, 2, 2, 224};
+    default:  // 256
+      return {1, 1, 2, 2, 2, 2, 2, 232};
+  }
+}
+
+template <int kMaxWidth>
+struct Shape {
+  static constexpr Tuning kTuning = tuning(kMaxWidth);
+  static constexpr int kRowBlocks = kTuning.row_blocks;
   static constexpr int kConsumerWarps = 8 * kRowBlocks;
   static constexpr int kConsumerThreads = 32 * kConsumerWarps;
-  static constexpr int kSpans = kMaxWidth <= 64 ? 4 : 2;  // 64-k records of a stage
-  static constexpr int kXBytes = kMaxWidth * kXRowBytes;  // tokens of one span
-  // Narrow tiles leave registers for two blocks: one works while the other begins or ends a tile.
-  static constexpr int kBlocks = kMaxWidth <= 32 ? 2 : 1;  // of a multiprocessor
+  static constexpr int kBlocks = kTuning.blocks;
+  static constexpr int kClusterBlocks = kTuning.cluster_blocks;
   // A warp fetches. Where a block has all registers, three more join it that only give theirs away:
-  // the assembler wants to be told that the consumers have more than all threads could have.
+  // the assembler wants to be told that the consumers have more than all threads could have. Three
+  // warpgroups start with 168 registers a thread, five with 96.
   static constexpr bool kMovesRegisters = kBlocks == 1;
   static constexpr int kThreads = kConsumerThreads + (kMovesRegisters ? 128 : 32);
-  static constexpr int kBlockBytes =
-      kBlocks == 2 ? kSharedBytes / 2 - kReservedBytes : kSharedBytes;
+  static constexpr int kConsumerRegisters = kTuning.consumer_registers;
+  static constexpr int kProducerRegisters =
+      (kRowBlocks == 2 ? 5 * 96 : 3 * 168) - 2 * kRowBlocks * kConsumerRegisters;
+  static constexpr int kSpans = kTuning.spans;
+  static constexpr int kSteps = kTuning.steps;
+  static constexpr int kLoads = kTuning.loads;
+  static constexpr int kItems = kTuning.items;
+  static constexpr int kXBytes = kMaxWidth * kXRowBytes;  // tokens of one span
   static constexpr int kStageBytes = kSpans * (kXBytes + kRowBlocks * kRecordBytes);
-  // Wide tiles: two blocks that multiply the same tokens fetch half of them each, for both.
-  static constexpr int kClusterBlocks = kMaxWidth >= 128 ? 2 : 1;
-  // Steps of 16 k that are expanded while those before them are multiplied; two where registers are
-  // scarce.
-  static constexpr int kSteps = kMaxWidth >= 64 || (kBlocks == 2 && kMaxWidth > 8) ? 2 : 4;
-  static constexpr int kItems = kMaxWidth <= 128 ? 4 : 2;  // that the producer is ahead
   static constexpr int kItemBytes = kItems * (kMaxWidth * 4 + 48);
   static constexpr int kBarrierBytes = 256;
   static constexpr int kAlignment = 1024;
+  static constexpr int kBlockBytes =
+      kBlocks == 2 ? kSharedBytes / 2 - kReservedBytes : kSharedBytes;
   static constexpr int kStages =
       (kBlockBytes - kAlignment - kItemBytes - kBarrierBytes) / kStageBytes;
   static_assert(kStageBytes % kAlignment == 0 && kStages >= 3);
-  static_assert((2 * kStages + 2 * kItems) * 8 <= kBarrierBytes);
+  // Items that the first block of a cluster has told the second. It is not further ahead than the
+  // stages go, which both have to give back, and two items.
+  static constexpr int kTold = kClusterBlocks == 1 ? 0 : kStages + 3;
+  static_assert((2 * kStages + 2 * kItems + kTold) * 8 + kTold * 4 <= kBarrierBytes);
 };
 
 // A unit of work: a row tile times 128 or 256 weight rows over a part of K.
@@ -112,6 +159,8 @@ struct Shared {
   uint64_t* empty;       // [kStages]
   uint64_t* item_full;   // [kItems]
   uint64_t* item_empty;  // [kItems]
+  uint64_t* told_full;   // [kTold]
+  int* told;             // [kTold]
 
   __device__ explicit Shared(uint8_t* raw) {
     const auto address = reinterpret_cast<uintptr_t>(raw);
@@ -122,6 +171,8 @@ struct Shared {
     empty = full + S::kStages;
     item_full = empty + S::kStages;
     item_empty = item_full + S::kItems;
+    told_full = item_empty + S::kItems;
+    told = reinterpret_cast<int*>(told_full + S::kTold);
   }
   __device__ uint8_t* record(int stage, int row_block, int span) const {
     return stages + stage * S::kStageBytes + (row_block * S::kSpans + span) * kRecordBytes;
@@ -144,61 +195,109 @@ struct Ring {
   }
 };
 
-// The items of this block, one after the other. Row tiles are outermost, so that blocks that run
-// together read few experts; the blocks of a cluster have consecutive items. The tile of the next
-// item is fetched early.
+// All items of a launch. Row tiles are outermost, so that blocks that run together read few experts;
+// the blocks of a cluster have consecutive items.
 template <int kMaxWidth>
-class ItemLoop {
+class Items {
  public:
   using S = Shape<kMaxWidth>;
 
-  __device__ explicit ItemLoop(const GroupedGemm& args)
+  __device__ explicit Items(const GroupedGemm& args)
       : args_(args),
         row_blocks_(static_cast<int>(args.fragment_rows / fragments::kTileRows)),
         per_split_((row_blocks_ + S::kRowBlocks - 1) / S::kRowBlocks),
         per_tile_(per_split_ * args.splits),
         items_(*args.routes.num_tiles * per_tile_),
-        index_(static_cast<int>(blockIdx.x)),
-        pair_(S::kClusterBlocks == 1 ? 0 : ptx::cluster_blocks() - 1) {
-    fetch();
-  }
+        pair_(S::kClusterBlocks == 1 ? 0 : ptx::cluster_blocks() - 1) {}
   // The blocks of a cluster are done together.
-  __device__ bool done() const { return (index_ & ~pair_) >= items_; }
-  // The next item.
-  __device__ Item take() {
+  __device__ bool has(int index) const { return (index & ~pair_) < items_; }
+  __device__ RowTile tile(int index) const {
+    return has(index) ? args_.routes.tiles[min(index, items_ - 1) / per_tile_] : RowTile{};
+  }
+  __device__ Item item(int index, const RowTile& tile) const {
     const int spans = static_cast<int>(args_.k) / kSpan;
     const int stages = (spans + S::kSpans - 1) / S::kSpans;
     const int split_spans = (stages + args_.splits - 1) / args_.splits * S::kSpans;
-    const int index = min(index_, items_ - 1);
-    const int other = min(index_ ^ pair_, items_ - 1);
-    const int rest = index % per_tile_;
+    const int own = min(index, items_ - 1);
+    const int other = min(index ^ pair_, items_ - 1);
+    const int rest = own % per_tile_;
     Item item;
-    item.tile = next_;
+    item.tile = tile;
     item.row_block = rest % per_split_ * S::kRowBlocks;
     item.row_blocks = min(S::kRowBlocks, row_blocks_ - item.row_block);
     item.split = rest / per_split_;
     item.first_span = item.split * split_spans;
     item.end_span = min(spans, item.first_span + split_spans);
-    item.same_tokens = pair_ == 1 && other / per_tile_ == index / per_tile_;
-    item.surplus = index_ >= items_;
-    index_ += static_cast<int>(gridDim.x);
-    fetch();
+    item.same_tokens = pair_ == 1 && other / per_tile_ == own / per_tile_;
+    item.surplus = index >= items_;
     return item;
   }
 
  private:
-  __device__ void fetch() {
-    if (!done()) next_ = args_.routes.tiles[min(index_, items_ - 1) / per_tile_];
-  }
-
   const GroupedGemm& args_;
   int row_blocks_;
   int per_split_;  // items of a part of K of a row tile
   int per_tile_;
   int items_;
-  int index_;  // of next_
-  int pair_;   // 1: in clusters of two
-  RowTile next_ = {};
+  int pair_;  // 1: in clusters of two
+};
+
+// Which items are this block's: the first two by its number, then whichever are next when it is ready,
+// so that a block with short items does more of them. Results do not depend on it. It asks for one item more than it knows, so that
+// the answer is there when it is wanted; in a cluster the first block asks and tells both. For a warp.
+template <int kMaxWidth>
+class Turns {
+ public:
+  using S = Shape<kMaxWidth>;
+
+  __device__ Turns(const GroupedGemm& args, const Shared<kMaxWidth>& shared)
+      : args_(args), shared_(shared) {
+    ask();
+  }
+  __device__ int next() {
+    const int grid = static_cast<int>(gridDim.x);
+    if (!kAsks || own_ < 2 * grid) {
+      const int index = own_;
+      own_ += grid;
+      return index;
+    }
+    int taken;
+    if (S::kClusterBlocks == 1 || ptx::cluster_blocks() == 1) {
+      taken = __shfl_sync(0xFFFFFFFFU, answer_, 0);
+      ask();
+    } else {
+      uint64_t* full = shared_.told_full + slot_.index;
+      int* told = shared_.told + slot_.index;
+      if (asks()) {
+        for (int rank = 0; rank < S::kClusterBlocks; ++rank)
+          ptx::send_to(told, answer_, full, rank);
+      }
+      ask();
+      if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive_expect(full, sizeof(int));
+      ptx::mbarrier_wait(full, slot_.parity);
+      taken = *told + ptx::cluster_rank();
+      slot_.advance();
+    }
+    return 2 * grid + taken;
+  }
+
+ private:
+  static constexpr bool kAsks = kMaxWidth > 8;  // 2 % slower for the narrowest tiles, few a block
+
+  static __device__ bool asks() {
+    return threadIdx.x % 32 == 0 && (S::kClusterBlocks == 1 || ptx::cluster_rank() == 0);
+  }
+  __device__ void ask() {
+    if (kAsks && asks()) {
+      answer_ = atomicAdd(args_.items_taken, S::kClusterBlocks == 1 ? 1 : ptx::cluster_blocks());
+    }
+  }
+
+  const GroupedGemm& args_;
+  const Shared<kMaxWidth>& shared_;
+  int own_ = static_cast<int>(blockIdx.x);
+  int answer_ = 0;
+  Ring<S::kTold> slot_;
 };
 
 // --- producers ---
@@ -210,27 +309,30 @@ const __device__ __forceinline__ uint8_t* records_of(const GroupedGemm& args,
          (int64_t{item.row_block + row_block} * (args.k / kSpan) + item.first_span) * kRecordBytes;
 }
 
-// Of the compiled widths, the first that `rows` fit in.
+// Of the compiled widths, the first that `rows` fit in, and its index.
 template <int kMaxWidth>
-__device__ __forceinline__ int width_index(int rows) {
-  int index = 0;
+__device__ __forceinline__ int2 width_of(int rows) {
+  int2 found = {tile_width<kMaxWidth>(0), 0};
 #pragma unroll
-  for (int i = 0; i + 1 < num_widths<kMaxWidth>(); ++i)
-    index += rows > tile_width<kMaxWidth>(i) ? 1 : 0;
-  return index;
+  for (int i = 1; i < num_widths<kMaxWidth>(); ++i)
+    if (rows > tile_width<kMaxWidth>(i - 1)) found = {tile_width<kMaxWidth>(i), i};
+  return found;
 }
 
 // Brings the weights of this block's first items into the L2 cache while the predecessor runs.
 template <int kMaxWidth>
 __device__ __forceinline__ void prefetch_first_items(const GroupedGemm& args) {
   using S = Shape<kMaxWidth>;
+  const Items<kMaxWidth> items(args);
   int budget = S::kStages * S::kSpans;  // spans of an item's rows
-  for (ItemLoop<kMaxWidth> loop(args); !loop.done() && budget > 0;) {
-    const Item item = loop.take();
+  int index = static_cast<int>(blockIdx.x);
+  for (int i = 0; i < 2 && items.has(index) && budget > 0; ++i) {
+    const Item item = items.item(index, items.tile(index));
     const int spans = min(budget, item.end_span - item.first_span);
     for (int row_block = 0; row_block < item.row_blocks; ++row_block)
       ptx::prefetch_to_l2(records_of(args, item, row_block), spans * kRecordBytes);
     budget -= spans;
+    index += static_cast<int>(gridDim.x);
   }
 }
 
@@ -248,8 +350,7 @@ __device__ __forceinline__ void copy_operands(const GroupedGemm& args,
     records[i] = records_of(args, item, i);
   // A tile is as wide as its box: the last rows may be other experts', zeros or memory that
   // nobody wrote, and only reach columns nobody reads. So may the last spans, which nobody multiplies.
-  const int index = width_index<kMaxWidth>(item.tile.rows);
-  const int width = tile_width<kMaxWidth>(index);
+  const auto [width, index] = width_of<kMaxWidth>(item.tile.rows);
   const int half_bytes = kHalf * width * kXRowBytes;
   for (int span = item.first_span; span < item.end_span; span += S::kSpans) {
     const int record_bytes = min(S::kSpans, item.end_span - span) * kRecordBytes;
@@ -315,8 +416,13 @@ __device__ __forceinline__ void produce(const GroupedGemm& args,
   using S = Shape<kMaxWidth>;
   Ring<S::kStages> stage;
   Ring<S::kItems> slot;
-  for (ItemLoop<kMaxWidth> loop(args); !loop.done();) {
-    const Item item = loop.take();
+  const Items<kMaxWidth> items(args);
+  Turns<kMaxWidth> turns(args, shared);
+  int next = turns.next();
+  for (RowTile tile = items.tile(next); items.has(next);) {
+    const Item item = items.item(next, tile);
+    next = turns.next();
+    tile = items.tile(next);
     ptx::mbarrier_wait(shared.item_empty + slot.index, slot.parity ^ 1);
     announce(args, shared, item, slot.index, lane);
     if (lane == 0) copy_operands(args, shared, item, stage);
@@ -383,22 +489,20 @@ __device__ __forceinline__ void accumulate(const Shared<kMaxWidth>& shared,
   for (int i = 0; i < kWidth / 2; ++i)
     sums[i] = 0;
 
-  // Expands and multiplies a span while the one before it is multiplied.
+  // Expands and multiplies a span, some steps at a time, while those before them are multiplied.
   const auto add_span = [&](const Packed& packed, uint64_t x, auto odd, bool first) {
-    if constexpr (kSteps == 4) {
-      expand<0>(packed, a[odd()]);
-      multiply<kWidth, 0>(sums, a[odd()], x);
+    const auto add_part = [&](auto part) {
+      constexpr int kFirst = part() * kSteps;
+      uint32_t(&operand)[kSteps][4] = a[kSteps == 4 ? odd() : part() % 2];
+      expand<kFirst>(packed, operand);
+      multiply<kWidth, kFirst>(sums, operand, x);
       ptx::wgmma_wait<1>();
-      if (first) release_previous();
-    } else {
-      expand<0>(packed, a[0]);
-      multiply<kWidth, 0>(sums, a[0], x);
-      ptx::wgmma_wait<1>();
-      if (first) release_previous();
-      expand<2>(packed, a[1]);
-      multiply<kWidth, 2>(sums, a[1], x);
-      ptx::wgmma_wait<1>();
+      if (kFirst == 0 && first) release_previous();
+    };
+    [&]<int... kPart>(std::integer_sequence<int, kPart...>) {
+      (add_part(std::integral_constant<int, kPart>()), ...);
     }
+    (std::make_integer_sequence<int, 4 / kSteps>());
   };
   constexpr std::integral_constant<int, 0> kEven;
   constexpr std::integral_constant<int, 1> kOdd;
@@ -406,18 +510,20 @@ __device__ __forceinline__ void accumulate(const Shared<kMaxWidth>& shared,
   int spans = item.end_span - item.first_span;
   for (; spans >= S::kSpans; spans -= S::kSpans) {
     ptx::mbarrier_wait(shared.full + stage.index, stage.parity);
-    constexpr int kLoads = S::kRowBlocks == 2 ? 2 : S::kSpans;
     Packed packed[S::kSpans];
     const uint64_t x = ptx::operand_descriptor(shared.x(stage.index, 0, kWidth));
+    const auto add = [&](int s, auto odd) {
+      if (s % S::kLoads == 0) {
 #pragma unroll
-    for (int s = 0; s < S::kSpans; s += 2) {
-      if (s % kLoads == 0) {
-#pragma unroll
-        for (int i = s; i < s + kLoads; ++i)
+        for (int i = s; i < s + S::kLoads; ++i)
           packed[i] = load_packed(shared.record(stage.index, row_block, i), slab, lane);
       }
-      add_span(packed[s], x + ptx::operand_offset(s * kWidth * kXRowBytes), kEven, s == 0);
-      add_span(packed[s + 1], x + ptx::operand_offset((s + 1) * kWidth * kXRowBytes), kOdd, false);
+      add_span(packed[s], x + ptx::operand_offset(s * kWidth * kXRowBytes), odd, s == 0);
+    };
+#pragma unroll
+    for (int s = 0; s < S::kSpans; s += 2) {
+      add(s, kEven);
+      add(s + 1, kOdd);
     }
     previous = stage.index;
     stage.advance();
@@ -582,6 +688,8 @@ __global__ void __launch_bounds__(Shape<kMaxWidth>::kThreads, Shape<kMaxWidth>::
       ptx::mbarrier_init(shared.item_full + i, 33);
       ptx::mbarrier_init(shared.item_empty + i, S::kConsumerWarps);
     }
+    for (int i = 0; i < S::kTold; ++i)
+      ptx::mbarrier_init(shared.told_full + i, 1);
     ptx::fence_mbarrier_init();
   }
   if (cluster_blocks > 1) {
@@ -593,12 +701,12 @@ __global__ void __launch_bounds__(Shape<kMaxWidth>::kThreads, Shape<kMaxWidth>::
   if (threadIdx.x == S::kConsumerThreads) prefetch_first_items<kMaxWidth>(args);
   ptx::wait_for_predecessor();
   if (ptx::warp_index() >= S::kConsumerWarps) {
-    if constexpr (S::kMovesRegisters) ptx::give_registers<S::kRowBlocks == 1 ? 40 : 64>();
+    if constexpr (S::kMovesRegisters) ptx::give_registers<S::kProducerRegisters>();
     if (ptx::warp_index() == S::kConsumerWarps) {
       produce(args, shared, static_cast<int>(threadIdx.x) % 32);
     }
   } else {
-    if constexpr (S::kMovesRegisters) ptx::take_registers<S::kRowBlocks == 1 ? 232 : 104>();
+    if constexpr (S::kMovesRegisters) ptx::take_registers<S::kConsumerRegisters>();
     consume<kEpilogue>(args, shared, cluster_blocks);
   }
   // The other block may still have copies or arrivals under way to here.

@@ -19,11 +19,14 @@ constexpr int64_t kMultiprocessors = 132;
 // What an item costs beside its stages, and a further split beside its items, in stages.
 constexpr double kItemCost = 0.7;
 constexpr double kSplitCost = 0.25;
+// Of a tile beyond the mean number of tokens.
+constexpr double kMaxSpareTokens = 16;
 
-// A width that nearly every expert's tokens fit in, when experts are equally likely.
+// A width that nearly every expert's tokens fit in, when experts are equally likely. Where tiles are wide,
+// a second one for a few experts costs less than a wider kernel for all.
 const GemmVariant& choose_variant(double tokens_per_expert, int64_t rows) {
-  const double wanted =
-      std::min(static_cast<double>(rows), tokens_per_expert + 2.5 * std::sqrt(tokens_per_expert));
+  const double spare = std::min(2.5 * std::sqrt(tokens_per_expert), kMaxSpareTokens);
+  const double wanted = std::min(static_cast<double>(rows), tokens_per_expert + spare);
   for (const GemmVariant* variant : kGemmVariants) {
     if (wanted <= variant->max_width) return *variant;
   }
@@ -58,8 +61,13 @@ bool activated_by_gemm(const Activation& activation) {
 
 }  // namespace
 
-const GemmVariant* const kGemmVariants[6] = {
-    &gemm_width8, &gemm_width16, &gemm_width32, &gemm_width64, &gemm_width128, &gemm_width256};
+const GemmVariant* const kGemmVariants[7] = {&gemm_width8,
+                                             &gemm_width16,
+                                             &gemm_width32,
+                                             &gemm_width64,
+                                             &gemm_width112,
+                                             &gemm_width160,
+                                             &gemm_width256};
 
 ForwardPlan plan_forward(const MoeProblem& problem,
                          const FragmentWeights& sizes,
@@ -98,6 +106,7 @@ HopperWorkspace lay_out_workspace(const MoeProblem& problem,
   HopperWorkspace w;
   w.routes.num_tiles = parts.take<int32_t>(1);
   w.routes.num_routes = parts.take<int32_t>(1);
+  w.routes.items_taken = parts.take<int32_t>(2);
   w.routes.tiles = parts.take<RowTile>(
       max_row_tiles(slots, sizes.shape.num_local_experts, kGemmVariants[0]->max_width));
   w.routes.route_expert = parts.take<int32_t>(slots);

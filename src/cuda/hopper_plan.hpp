@@ -13,7 +13,7 @@
 namespace hexpert::cuda {
 
 // Every compiled width, ascending.
-extern const GemmVariant* const kGemmVariants[6];
+extern const GemmVariant* const kGemmVariants[7];
 
 // What one forward does with `rows` tokens.
 struct ForwardPlan {

@@ -122,6 +122,25 @@ __device__ __forceinline__ int cluster_blocks() {
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
+__device__ __forceinline__ int cluster_rank() {
+  int rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+// Writes `value` to shared memory of the cluster's block `rank`, whose barrier expects the four bytes.
+__device__ __forceinline__ void send_to(int* to, int value, uint64_t* barrier, int rank) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 there, its_barrier;\n"
+      "mapa.shared::cluster.u32 there, %0, %3;\n"
+      "mapa.shared::cluster.u32 its_barrier, %2, %3;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [there], %1, [its_barrier];\n"
+      "}" ::"r"(shared_address(to)),
+      "r"(value),
+      "r"(shared_address(barrier)),
+      "r"(rank)
+      : "memory");
+}
 // Arrives at the barrier of the cluster's block `rank`.
 __device__ __forceinline__ void mbarrier_arrive_at(uint64_t* barrier, int rank) {
   asm volatile(

@@ -141,6 +141,7 @@ __global__ void __launch_bounds__(kMaxThreads) route_kernel(const RouteTokens ar
   if (rank == 0 && thread == 0) {
     *args.out.num_routes = base.x;
     *args.out.num_tiles = base.y;
+    args.out.items_taken[0] = args.out.items_taken[1] = 0;
   }
   cluster.sync();  // the counts of this block may go
 

@@ -21,6 +21,7 @@ struct alignas(16) RowTile {
 struct Routes {
   int32_t* num_tiles = nullptr;             // [1]
   int32_t* num_routes = nullptr;            // [1]
+  int32_t* items_taken = nullptr;           // [2] zeros, for the GEMMs to count in
   RowTile* tiles = nullptr;                 // [max_row_tiles()]
   int32_t* route_expert = nullptr;          // [rows * top_k] local expert of a permuted row
   int32_t* expanded_to_permuted = nullptr;  // [rows * top_k], -1 when not local

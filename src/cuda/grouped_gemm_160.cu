@@ -1,5 +1,5 @@
 #include "cuda/grouped_gemm.cuh"
 
 namespace hexpert::cuda {
-const GemmVariant gemm_width128 = gemm::variant<128>();
+const GemmVariant gemm_width160 = gemm::variant<160>();
 }
