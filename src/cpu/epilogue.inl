@@ -2,47 +2,110 @@
 // file defines. One IEEE operation a step and no step that depends on the width: every instruction
 // set gives the same bits.
 
+// N vectors side by side, so that hardly an instruction waits for the one before it: the processor looks
+// no further ahead than one or two evaluations of swiglu.
+template <int N>
+struct Side {
+  struct F {
+    Vec::F v[N];
+  };
+  struct I {
+    Vec::I v[N];
+  };
+  template <typename To = F, typename Operation, typename... Args>
+  static To each(Operation operation, const Args&... args) {
+    To to;
+#pragma GCC unroll 8
+    for (int i = 0; i < N; ++i)
+      to.v[i] = operation(args.v[i]...);
+    return to;
+  }
+  static F set1(float v) {
+    return each([v] { return Vec::set1(v); });
+  }
+  static F add(const F& a, const F& b) {
+    return each(Vec::add, a, b);
+  }
+  static F sub(const F& a, const F& b) {
+    return each(Vec::sub, a, b);
+  }
+  static F mul(const F& a, const F& b) {
+    return each(Vec::mul, a, b);
+  }
+  static F div(const F& a, const F& b) {
+    return each(Vec::div, a, b);
+  }
+  static F fma(const F& a, const F& b, const F& c) {
+    return each(Vec::fma, a, b, c);
+  }
+  static F abs(const F& v) {
+    return each(Vec::abs, v);
+  }
+  static F max_or_second(const F& a, const F& b) {
+    return each(Vec::max_or_second, a, b);
+  }
+  static F min_or_second(const F& a, const F& b) {
+    return each(Vec::min_or_second, a, b);
+  }
+  static F if_negative(const F& v, const F& yes, const F& no) {
+    return each(Vec::if_negative, v, yes, no);
+  }
+  static I subtract_bits(const F& v, int32_t bits) {
+    return each<I>([bits](Vec::F x) { return Vec::subtract_bits(x, bits); }, v);
+  }
+  static I quarter(const I& n) {
+    return each<I>(Vec::quarter, n);
+  }
+  static I minus_3_times(const I& n, const I& q) {
+    return each<I>(Vec::minus_3_times, n, q);
+  }
+  static F pow2(const I& n) {
+    return each(Vec::pow2, n);
+  }
+};
+
 // g sigmoid(g) u with relative error below 2^-21 for every finite g and u, and the definition's value for
 // the others.
 //
 // exp(-|g|) = p * 2^n. For g >= 0 the factor is 1 / (1 + p 2^n); for g < 0 it is p 2^n / (1 + p 2^n),
 // and 2^n may be far below the smallest FP32 number although the product with a large u is not: it
 // is therefore applied in four parts, of which none underflows unless the result does.
-inline Vec::F swiglu(Vec::F g, Vec::F u) {
-  const Vec::F one = Vec::set1(1.0F);
-  const Vec::F zero = Vec::set1(0.0F);
+template <typename V>
+inline typename V::F swiglu(const typename V::F& g, const typename V::F& u) {
+  const auto one = V::set1(1.0F);
+  const auto zero = V::set1(0.0F);
   // Below -190 the result is zero for every finite u.
-  const Vec::F gate = Vec::max_or_second(Vec::set1(-190.0F), g);
-  const Vec::F x = Vec::min_or_second(Vec::set1(200.0F), Vec::abs(gate));
+  const auto gate = V::max_or_second(V::set1(-190.0F), g);
+  const auto x = V::min_or_second(V::set1(200.0F), V::abs(gate));
 
-  const Vec::F shifted = Vec::fma(x, Vec::set1(-1.44269504F), Vec::set1(kMagic));
-  const Vec::I n = Vec::subtract_bits(shifted, kMagicBits);
-  const Vec::F n_float = Vec::sub(shifted, Vec::set1(kMagic));
-  Vec::F r = Vec::fma(n_float, Vec::set1(-0.693145752F), Vec::sub(zero, x));  // ln 2, upper 16 bits
-  r = Vec::fma(n_float, Vec::set1(-1.42860677e-6F), r);                       // ln 2, the rest
-  Vec::F p = Vec::set1(1.0F / 5040);
-  p = Vec::fma(p, r, Vec::set1(1.0F / 720));
-  p = Vec::fma(p, r, Vec::set1(1.0F / 120));
-  p = Vec::fma(p, r, Vec::set1(1.0F / 24));
-  p = Vec::fma(p, r, Vec::set1(1.0F / 6));
-  p = Vec::fma(p, r, Vec::set1(0.5F));
-  p = Vec::fma(p, r, one);
-  p = Vec::fma(p, r, one);
+  const auto shifted = V::fma(x, V::set1(-1.44269504F), V::set1(kMagic));
+  const auto n = V::subtract_bits(shifted, kMagicBits);
+  const auto n_float = V::sub(shifted, V::set1(kMagic));
+  auto r = V::fma(n_float, V::set1(-0.693145752F), V::sub(zero, x));  // ln 2, upper 16 bits
+  r = V::fma(n_float, V::set1(-1.42860677e-6F), r);                   // ln 2, the rest
+  auto p = V::set1(1.0F / 5040);
+  p = V::fma(p, r, V::set1(1.0F / 720));
+  p = V::fma(p, r, V::set1(1.0F / 120));
+  p = V::fma(p, r, V::set1(1.0F / 24));
+  p = V::fma(p, r, V::set1(1.0F / 6));
+  p = V::fma(p, r, V::set1(0.5F));
+  p = V::fma(p, r, one);
+  p = V::fma(p, r, one);
 
-  const Vec::I quarter = Vec::quarter(n);  // floor(n / 4)
-  const Vec::F f = Vec::pow2(quarter);
-  const Vec::F f_last = Vec::pow2(Vec::minus_3_times(n, quarter));
-  const Vec::F f2 = Vec::mul(f, f);
-  const Vec::F z = Vec::mul(Vec::mul(Vec::mul(p, f2), f), f_last);
+  const auto quarter = V::quarter(n);  // floor(n / 4)
+  const auto f = V::pow2(quarter);
+  const auto f_last = V::pow2(V::minus_3_times(n, quarter));
+  const auto f2 = V::mul(f, f);
+  const auto z = V::mul(V::mul(V::mul(p, f2), f), f_last);
 
   // The definition's sigmoid, in FP64, is zero below this: an infinite u gives NaN.
-  const Vec::F below = Vec::add(g, Vec::set1(709.782654F));
-  const Vec::F p_or_zero = Vec::if_negative(below, zero, p);
-  const Vec::F numerator = Vec::mul(gate, Vec::if_negative(gate, p_or_zero, one));
-  const Vec::F q = Vec::div(numerator, Vec::add(one, z));
-  const Vec::F scale = Vec::if_negative(gate, f, one);
-  const Vec::F last = Vec::if_negative(gate, f_last, one);
-  return Vec::mul(Vec::mul(Vec::mul(Vec::mul(q, scale), Vec::mul(u, scale)), scale), last);
+  const auto below = V::add(g, V::set1(709.782654F));
+  const auto p_or_zero = V::if_negative(below, zero, p);
+  const auto numerator = V::mul(gate, V::if_negative(gate, p_or_zero, one));
+  const auto q = V::div(numerator, V::add(one, z));
+  const auto scale = V::if_negative(gate, f, one);
+  const auto last = V::if_negative(gate, f_last, one);
+  return V::mul(V::mul(V::mul(V::mul(q, scale), V::mul(u, scale)), scale), last);
 }
 
 inline Vec::F squared_relu(Vec::F z) {
@@ -50,33 +113,27 @@ inline Vec::F squared_relu(Vec::F z) {
   return Vec::mul(r, r);
 }
 
-// 16 features of one route. `gate` may be `up`: squared ReLU does not look at it.
-inline void activate16(const Activation& activation,
-                       const float* up,
-                       const float* gate,
-                       float up_scale,
-                       float gate_scale,
-                       uint16_t* out) {
-  const Vec::F up_factor = Vec::set1(up_scale);
-  const Vec::F gate_factor = Vec::set1(gate_scale);
-  switch (activation.type) {
-    case ActivationType::kSquaredRelu:
-      for (int i = 0; i < 16; i += Vec::kLanes) {
-        Vec::store_bf16(out + i, squared_relu(Vec::mul(Vec::load(up + i), up_factor)));
-      }
-      return;
-    case ActivationType::kSwiGlu:
-      for (int i = 0; i < 16; i += Vec::kLanes) {
-        Vec::store_bf16(out + i,
-                        swiglu(Vec::mul(Vec::load(gate + i), gate_factor),
-                               Vec::mul(Vec::load(up + i), up_factor)));
-      }
-      return;
-    default:
-      for (int i = 0; i < 16; ++i) {
-        out[i] = bf16_from_f32(static_cast<float>(
-            hexpert::activate(activation, up[i] * up_scale, gate[i] * gate_scale)));
-      }
+template <int kRows>
+inline void swiglu_rows(const float* c,
+                        int64_t columns,
+                        const float* up_scale,
+                        const float* gate_scale,
+                        uint16_t* out,
+                        int64_t stride) {
+  using Rows = Side<kRows>;
+  for (int64_t n = 0; n < columns / 2; n += Vec::kLanes) {
+    const float* up = c + 2 * (n - n % 16) + n % 16;
+    typename Rows::F u;
+    typename Rows::F g;
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      u.v[r] = Vec::mul(Vec::load(up + r * columns), Vec::set1(up_scale[r]));
+      g.v[r] = Vec::mul(Vec::load(up + r * columns + 16), Vec::set1(gate_scale[r]));
+    }
+    const typename Rows::F h = swiglu<Rows>(g, u);
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r)
+      Vec::store_bf16(out + r * stride + n, h.v[r]);
   }
 }
 
@@ -89,14 +146,45 @@ void activate(const Activation& activation,
               const float* gate_scale,
               uint16_t* out,
               int64_t stride) {
-  for (int64_t i = 0; i < count; ++i, c += columns, out += stride) {
-    if (gated) {
-      for (int64_t n = 0; n < columns; n += 32)
-        activate16(activation, c + n, c + n + 16, up_scale[i], gate_scale[i], out + n / 2);
-    } else {
-      for (int64_t n = 0; n < columns; n += 16)
-        activate16(activation, c + n, c + n, up_scale[i], up_scale[i], out + n);
-    }
+  constexpr int64_t kLanes = Vec::kLanes;
+  switch (activation.type) {
+    case ActivationType::kSquaredRelu:
+      for (int64_t i = 0; i < count; ++i, c += columns, out += stride) {
+        const Vec::F factor = Vec::set1(up_scale[i]);
+        for (int64_t n = 0; n < columns; n += 2 * kLanes) {
+          Vec::store_bf16(out + n,
+                          squared_relu(Vec::mul(Vec::load(c + n), factor)),
+                          squared_relu(Vec::mul(Vec::load(c + n + kLanes), factor)));
+        }
+      }
+      return;
+    case ActivationType::kSwiGlu:
+      for (int64_t i = 0; i < count; i += Vec::kTogether) {
+        if (count - i >= Vec::kTogether) {
+          swiglu_rows<Vec::kTogether>(c, columns, up_scale + i, gate_scale + i, out, stride);
+        } else {
+          for (int64_t r = 0; r < count - i; ++r) {
+            swiglu_rows<1>(c + r * columns,
+                           columns,
+                           up_scale + i + r,
+                           gate_scale + i + r,
+                           out + r * stride,
+                           stride);
+          }
+        }
+        c += Vec::kTogether * columns;
+        out += Vec::kTogether * stride;
+      }
+      return;
+    default:
+      for (int64_t i = 0; i < count; ++i, c += columns, out += stride) {
+        for (int64_t n = 0; n < (gated ? columns / 2 : columns); ++n) {
+          const float* up = gated ? c + 2 * (n - n % 16) + n % 16 : c + n;
+          const float gate = gated ? up[16] * gate_scale[i] : 0;
+          out[n] = bf16_from_f32(
+              static_cast<float>(hexpert::activate(activation, up[0] * up_scale[i], gate)));
+        }
+      }
   }
 }
 
@@ -108,8 +196,10 @@ void round_routes(const float* c,
                   int64_t stride) {
   for (int64_t i = 0; i < count; ++i, c += columns, out += stride) {
     const Vec::F factor = Vec::set1(scale[i]);
-    for (int64_t n = 0; n < columns; n += Vec::kLanes) {
-      Vec::store_bf16(out + n, Vec::mul(factor, Vec::load(c + n)));
+    for (int64_t n = 0; n < columns; n += 2 * Vec::kLanes) {
+      Vec::store_bf16(out + n,
+                      Vec::mul(factor, Vec::load(c + n)),
+                      Vec::mul(factor, Vec::load(c + n + Vec::kLanes)));
     }
   }
 }

@@ -84,8 +84,8 @@ struct Fc1 {
                                   count,
                                   scratch.up_scale,
                                   scratch.gate_scale,
-                                  pass.work.h + first * pass.weights.intermediate + feature,
-                                  pass.weights.intermediate);
+                                  pass.work.h + first * pass.work.h_stride + feature,
+                                  pass.work.h_stride);
   }
 };
 
@@ -111,8 +111,8 @@ struct Fc2 {
                                       columns,
                                       count,
                                       scratch.up_scale,
-                                      pass.work.y + first * pass.weights.hidden + row,
-                                      pass.weights.hidden);
+                                      pass.work.y + first * pass.work.y_stride + row,
+                                      pass.work.y_stride);
   }
 };
 
@@ -252,11 +252,11 @@ void quantize_token(const Pass& pass, int64_t token) {
 void requantize_route(const Pass& pass, int64_t route) {
   const Kernels& kernels = *pass.engine.kernels;
   const int64_t size = pass.weights.intermediate;
-  const uint16_t* h = pass.work.h + route * size;
+  const uint16_t* h = pass.work.h + route * pass.work.h_stride;
   const OuterScale outer = token_scale(kernels.amax_bits(h, size));
   uint8_t* codes = pass.work.h_codes + route * (size / 2);
   uint8_t* scales = pass.work.h_scales + route * (size / kBlockSize);
-  kernels.quantize_row(h, size, outer, codes, scales, h + kRowsAhead * size);
+  kernels.quantize_row(h, size, outer, codes, scales, h + kRowsAhead * pass.work.h_stride);
   pass.work.h_token_scale[route] = outer.stored;
   if (const StageDump* dump = pass.args.dump) {
     const int64_t expanded =
@@ -281,7 +281,7 @@ void combine_token(
   const int32_t* route_of_slot = pass.work.routes.expanded_to_permuted + token * pass.top_k;
   for (int64_t slot = 0; slot < pass.top_k; ++slot) {
     const int32_t route = route_of_slot[slot];
-    scratch.routes[slot] = route < 0 ? nullptr : pass.work.y + route * pass.weights.hidden;
+    scratch.routes[slot] = route < 0 ? nullptr : pass.work.y + route * pass.work.y_stride;
   }
   const int64_t row = pass.first_token + token;
   const int64_t element = pass.args.out_is_f32 ? 4 : 2;

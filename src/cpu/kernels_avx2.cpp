@@ -26,6 +26,7 @@ struct Vec {
   using F = __m256;
   using I = __m256i;
   static constexpr int kLanes = 8;
+  static constexpr int kTogether = 4;
   static F load(const float* p) { return _mm256_loadu_ps(p); }
   static void store(float* p, F v) { _mm256_storeu_ps(p, v); }
   static F set1(float v) { return _mm256_set1_ps(v); }
@@ -66,6 +67,10 @@ struct Vec {
     const __m256i packed =
         _mm256_permute4x64_epi64(_mm256_packus_epi32(result, result), 0b00001000);
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(packed));
+  }
+  static void store_bf16(uint16_t* p, F low, F high) {
+    store_bf16(p, low);
+    store_bf16(p + kLanes, high);
   }
 };
 

@@ -26,10 +26,22 @@ namespace {
 namespace tiles = layout::cpu_tiles;
 using tiles::kStripRows;
 
+// Every second of 32 words, from word `first` on, then the others.
+constexpr std::array<uint16_t, 32> every_second_from(int first) {
+  std::array<uint16_t, 32> order{};
+  for (int i = 0; i < 32; ++i)
+    order[static_cast<size_t>(i)] =
+        static_cast<uint16_t>(2 * (i % 16) + (i < 16 ? first : 1 - first));
+  return order;
+}
+alignas(64) constexpr std::array<uint16_t, 32> kEvenThenOdd = every_second_from(0);
+alignas(64) constexpr std::array<uint16_t, 32> kOddThenEven = every_second_from(1);
+
 struct Vec {
   using F = __m512;
   using I = __m512i;
   static constexpr int kLanes = 16;
+  static constexpr int kTogether = 4;
   static F load(const float* p) { return _mm512_loadu_ps(p); }
   static void store(float* p, F v) { _mm512_storeu_ps(p, v); }
   static F set1(float v) { return _mm512_set1_ps(v); }
@@ -60,14 +72,28 @@ struct Vec {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
   }
   static void store_bf16(uint16_t* p, F v) {
-    const __m512i bits = _mm512_castps_si512(v);
-    const __m512i even = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    __m512i rounded = _mm512_srli_epi32(
-        _mm512_add_epi32(bits, _mm512_add_epi32(even, _mm512_set1_epi32(0x7FFF))), 16);
-    const __m512i sign = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(0x8000));
-    rounded = _mm512_mask_or_epi32(
-        rounded, _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q), sign, _mm512_set1_epi32(0x7FC0));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(rounded));
+    I words = bf16_above(v, v);
+    words = _mm512_permutexvar_epi16(_mm512_load_si512(kOddThenEven.data()), words);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_castsi512_si256(words));
+  }
+  static void store_bf16(uint16_t* p, F low, F high) {
+    const I words = _mm512_mask_blend_epi16(
+        0x55555555, bf16_above(high, low), _mm512_srli_epi32(bf16_above(low, high), 16));
+    _mm512_storeu_si512(p, _mm512_permutexvar_epi16(_mm512_load_si512(kEvenThenOdd.data()), words));
+  }
+
+ private:
+  // BF16 of `v` in the upper halves, anything in the lower ones. NaNs are rare: one comparison looks for
+  // one in `v` and in `other`.
+  static I bf16_above(F v, F other) {
+    const I bits = _mm512_castps_si512(v);
+    const I even = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const I rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7FFF)), even);
+    if (_mm512_cmp_ps_mask(v, other, _CMP_UNORD_Q) == 0) [[likely]]
+      return rounded;
+    const I sign = _mm512_and_si512(bits, _mm512_set1_epi32(INT32_MIN));
+    return _mm512_mask_or_epi32(
+        rounded, _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q), sign, _mm512_set1_epi32(0x7FC00000));
   }
 };
 

@@ -20,6 +20,7 @@ struct Vec {
   using F = float;
   using I = int32_t;
   static constexpr int kLanes = 1;
+  static constexpr int kTogether = 1;
   static F load(const float* p) { return *p; }
   static void store(float* p, F v) { *p = v; }
   static F set1(float v) { return v; }
@@ -43,6 +44,10 @@ struct Vec {
   static F pow2(I n) { return std::bit_cast<float>((static_cast<uint32_t>(n) + 127U) << 23); }
   static F load_bf16(const uint16_t* p) { return bf16_to_f32(*p); }
   static void store_bf16(uint16_t* p, F v) { *p = bf16_from_f32(v); }
+  static void store_bf16(uint16_t* p, F low, F high) {
+    p[0] = bf16_from_f32(low);
+    p[1] = bf16_from_f32(high);
+  }
 };
 
 #include "cpu/epilogue.inl"

@@ -20,6 +20,13 @@ class Divider {
   int64_t used_ = 0;
 };
 
+// A row of `columns` BF16 values, a multiple of 64, as an odd number of cache lines: the same columns of
+// many rows then spread over all sets of the caches. Rows of 4096 bytes would share a single one.
+constexpr int64_t in_odd_lines(int64_t columns) {
+  constexpr int64_t kLine = 32;
+  return (columns / kLine | 1) * kLine;
+}
+
 }  // namespace
 
 Workspace Workspace::layout(const Engine& engine,
@@ -46,7 +53,9 @@ Workspace Workspace::layout(const Engine& engine,
   w.h_codes = all.take<uint8_t>(num_routes * intermediate / 2);
   w.h_scales = all.take<uint8_t>(num_routes * intermediate / 16);
   w.h_token_scale = all.take<float>(num_routes);
-  w.h = all.take<uint16_t>(num_routes * longest);
+  w.h_stride = in_odd_lines(intermediate);
+  w.y_stride = in_odd_lines(hidden);
+  w.h = all.take<uint16_t>(num_routes * std::max(w.h_stride, w.y_stride));
   w.y = w.h;
 
   Divider one(nullptr);

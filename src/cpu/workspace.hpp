@@ -37,8 +37,10 @@ struct Workspace {
   uint8_t* h_codes = nullptr;   // [chunk * top_k, intermediate / 2]
   uint8_t* h_scales = nullptr;  // [chunk * top_k, intermediate / 16]
   float* h_token_scale = nullptr;
-  uint16_t* h = nullptr;  // [chunk * top_k, intermediate] bf16, until it is quantized
-  uint16_t* y = nullptr;  // [chunk * top_k, hidden] bf16: the same memory, afterwards
+  uint16_t* h = nullptr;  // [chunk * top_k, h_stride] bf16, until it is quantized
+  uint16_t* y = nullptr;  // [chunk * top_k, y_stride] bf16: the same memory, afterwards
+  int64_t h_stride = 0;   // intermediate or a little more
+  int64_t y_stride = 0;   // hidden or a little more
   uint8_t* threads = nullptr;
   int64_t thread_bytes = 0;
   int64_t bytes = 0;
