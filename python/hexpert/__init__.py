@@ -9,6 +9,7 @@ of the framework and device of the first argument. BF16 in numpy is ml_dtypes.bf
 `hexpert.torch` has the custom op and module for torch, `hexpert.megatron` Megatron-Core's names.
 """
 
+from . import _arrays  # noqa: F401  here rather than in the first call that makes an array
 from ._core import (
     ActivationType,
     BackendInfo,

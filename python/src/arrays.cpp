@@ -72,17 +72,19 @@ std::optional<DType> dtype_by_name(std::string_view name) {
   return std::nullopt;
 }
 
-// torch's dtype objects, which live as long as torch.
+// torch's dtype objects, which live as long as torch. Guarded by the interpreter lock. Filled by an assignment: an
+// initializer would hold the guard of the variable while torch runs Python code, which lets other threads run.
 std::optional<DType> torch_dtype(nb::handle torch, nb::handle dtype) {
-  static const std::vector<std::pair<PyObject*, DType>> known = [&] {
+  static std::vector<std::pair<PyObject*, DType>> known;
+  if (known.empty()) {
     std::vector<std::pair<PyObject*, DType>> pairs;
     for (const char* name :
          {"bfloat16", "int64", "int32", "float32", "uint8", "float16", "float8_e4m3fn"}) {
       if (!nb::hasattr(torch, name)) continue;
       pairs.emplace_back(nb::object(torch.attr(name)).release().ptr(), *dtype_by_name(name));
     }
-    return pairs;
-  }();
+    known = std::move(pairs);
+  }
   for (const auto& [object, value] : known) {
     if (dtype.ptr() == object) return value;
   }
@@ -494,9 +496,14 @@ Status wait_if_needed(std::initializer_list<const Array*> arrays,
 
 namespace {
 
-// A function of _arrays.py, to be kept by the caller: looking it up costs as much as calling it.
-nb::handle function_of_arrays(const char* name) {
-  return nb::object(nb::module_::import_("hexpert._arrays").attr(name)).release();
+// A function of _arrays.py, looked up once and kept alive: that costs as much as calling it. The lookup may let another
+// thread run, which then finds the same function. An initializer of `kept` would make that thread wait for this one
+// with the interpreter lock in hand.
+nb::handle function_of_arrays(const char* name, PyObject*& kept) {
+  if (kept == nullptr) {
+    kept = nb::object(nb::module_::import_("hexpert._arrays").attr(name)).release().ptr();
+  }
+  return kept;
 }
 
 nb::tuple tuple_of(std::initializer_list<int64_t> shape) {
@@ -509,23 +516,23 @@ nb::tuple tuple_of(std::initializer_list<int64_t> shape) {
 }  // namespace
 
 nb::object new_array(nb::handle beside, std::initializer_list<int64_t> shape, const char* dtype) {
-  static const nb::handle function = function_of_arrays("new");
-  return function(beside, tuple_of(shape), dtype);
+  static PyObject* function = nullptr;
+  return function_of_arrays("new", function)(beside, tuple_of(shape), dtype);
 }
 
 nb::object host_array(nb::handle like, std::initializer_list<int64_t> shape, const char* dtype) {
-  static const nb::handle function = function_of_arrays("host");
-  return function(like, tuple_of(shape), dtype);
+  static PyObject* function = nullptr;
+  return function_of_arrays("host", function)(like, tuple_of(shape), dtype);
 }
 
 nb::object matrix_like(nb::handle array, int64_t rows, int64_t cols, bool zeroed) {
-  static const nb::handle function = function_of_arrays("like");
-  return function(array, nb::make_tuple(rows, cols), zeroed);
+  static PyObject* function = nullptr;
+  return function_of_arrays("like", function)(array, nb::make_tuple(rows, cols), zeroed);
 }
 
 nb::object finish(nb::handle beside, const nb::object& array) {
-  static const nb::handle function = function_of_arrays("finish");
-  return function(beside, array);
+  static PyObject* function = nullptr;
+  return function_of_arrays("finish", function)(beside, array);
 }
 
 }  // namespace hexpert::python

@@ -177,6 +177,61 @@ def test_threads_share_weights(layer):
     assert not wrong
 
 
+FIRST_CALLS = """
+import sys, threading, time, types
+import numpy as np
+import hexpert
+
+def new_arrays():
+    return weights.export_canonical()
+
+def tensors():
+    return hexpert.quantize_tokens(Tensor(), out=tuple(quantized))
+
+class SlowFinder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "hexpert._arrays":
+            time.sleep(0.1)
+
+def missing(name):
+    time.sleep(0.1)
+    raise AttributeError(name)
+
+torch = types.ModuleType("torch")
+torch.bfloat16, torch.strided, torch.__getattr__ = object(), object(), missing
+values = np.zeros((2, 16), np.uint16)
+
+class Tensor:
+    dtype, layout, shape, is_cuda, is_cpu = torch.bfloat16, torch.strided, (2, 16), False, True
+    stride = staticmethod(lambda: (16, 1))
+    data_ptr = staticmethod(lambda: values.ctypes.data)
+
+torch.Tensor = Tensor
+weights = hexpert.ExpertWeights.allocate(num_local_experts=1, hidden_size=16, intermediate_size=16, gated=False)
+call = globals()[sys.argv[1]]
+if call is tensors:
+    quantized = hexpert.quantize_tokens(values)
+    sys.modules["torch"] = torch
+else:
+    sys.modules.pop("hexpert._arrays", None)
+    sys.meta_path.insert(0, SlowFinder())
+start = threading.Barrier(4)
+results = []
+threads = [threading.Thread(target=lambda: (start.wait(), results.append(call()))) for _ in range(4)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert len(results) == 4
+"""
+
+
+@pytest.mark.parametrize("call", ["new_arrays", "tensors"])
+def test_threads_make_the_first_call(call):
+    """What it looks up is Python code, during which other threads run: they must not wait for it."""
+    subprocess.run([sys.executable, "-c", FIRST_CALLS, call], check=True, timeout=60)
+
+
 @pytest.mark.parametrize("kind", ["prepare", "forward"])
 def test_interpreter_lock_is_free_during_work(kind):
     big = Layer(experts=4, hidden=1024, inter=1024, tokens=128)
