@@ -271,18 +271,27 @@ nb::tuple get_state(const WeightsHandle& self) {
                         export_canonical(self, nb::none()));
 }
 
-void set_state(WeightsHandle& self, const nb::tuple& state) {
+void set_state(WeightsHandle& self, nb::handle given) {
+  constexpr size_t kStateFields = 6;
+  if (!nb::isinstance<nb::tuple>(given)) wrong_type("state", "a tuple", given);
+  const auto state = nb::borrow<nb::tuple>(given);
+  if (state.size() != kStateFields) {
+    raise({ErrorCode::kInvalidArgument,
+           fmt::format("state: expected {} fields, got {}", kStateFields, state.size())});
+  }
+  if (!nb::isinstance<nb::dict>(state[5])) wrong_type("state[5]", "a dict", state[5]);
+  std::array<nb::object, kFields.size()> fields;
+  for (size_t i = 0; i < kFields.size(); ++i) {
+    fields[i] = nb::borrow(PyDict_GetItemString(nb::handle(state[5]).ptr(), kFields[i]));
+    if (!fields[i].is_valid()) {
+      raise({ErrorCode::kInvalidArgument,
+             fmt::format("state[5]: expected an item {}, got none", kFields[i])});
+    }
+  }
   WeightsHandle made =
       allocate(state[0], state[1], state[2], state[3], nb::str(""), nb::int_(0), state[4]);
-  const auto fields = nb::cast<nb::dict>(state[5]);
-  import_canonical(made,
-                   fields["fc1_data"],
-                   fields["fc1_scale_swizzled"],
-                   fields["fc1_alpha"],
-                   fields["fc2_data"],
-                   fields["fc2_scale_swizzled"],
-                   fields["fc2_alpha"],
-                   fields["fc1_gate_alpha"]);
+  import_canonical(
+      made, fields[0], fields[1], fields[2], fields[4], fields[5], fields[6], fields[kGateAlpha]);
   new (&self) WeightsHandle(std::move(made));
 }
 
@@ -396,7 +405,7 @@ prefix  what stands before ".experts": "model.layers.0.mlp"
 
 Raises ValueError (no such file or layer, malformed file, non-finite weights), OSError, UnsupportedError.)")
       .def("__getstate__", &get_state)
-      .def("__setstate__", &set_state)
+      .def("__setstate__", &set_state, "state"_a.none())
       .def("refresh",
            &refresh,
            "fc1_weight"_a.none(),

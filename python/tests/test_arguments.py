@@ -375,6 +375,31 @@ def test_canonical(layer):
     refuses(ValueError, "fc2_data: expected memory that may be written", weights.export_canonical_into, **fields)
 
 
+def test_states(layer):
+    weights = layer.weights()
+    state = weights.__getstate__()
+
+    def refused(error, text, wrong):
+        made = hexpert.ExpertWeights.__new__(hexpert.ExpertWeights)
+        refuses(error, text, made.__setstate__, wrong)
+
+    for size in (0, 1, 2, 3, 4, 5, 7):
+        refused(ValueError, f"state: expected 6 fields, got {size}", (state + (None,))[:size])
+    for wrong, given in ((None, "None"), ([*state], "list"), (3, "3")):
+        refused(TypeError, f"state: expected a tuple, got {given}", wrong)
+    names = ("num_local_experts", "hidden_size", "intermediate_size", "gated", "device", "state[5]")
+    for i, name in enumerate(names):
+        for wrong in (None, "x", 1.5, []):
+            error = ValueError if (name, wrong) == ("device", "x") else TypeError
+            refused(error, f"{name}: expected ", (*state[:i], wrong, *state[i + 1 :]))
+    for name in state[5]:
+        fields = {other: array for other, array in state[5].items() if other != name}
+        refused(ValueError, f"state[5]: expected an item {name}, got none", (*state[:5], fields))
+        if name != "fc1_gate_alpha":
+            refused(TypeError, f"{name}: expected an array of ", (*state[:5], fields | {name: None}))
+        refused(ValueError, f"{name}: expected ", (*state[:5], fields | {name: state[5][name][:1]}))
+
+
 def test_quantize(layer):
     quantize = hexpert.quantize_tokens
     refuses(ValueError, "hidden_states: expected rank 2", quantize, layer.hidden_states[0])
