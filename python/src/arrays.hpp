@@ -6,6 +6,7 @@
 #include <initializer_list>
 #include <memory>
 #include <string>
+#include <utility>
 
 #include "hexpert/dlpack.h"
 #include "hexpert/status.hpp"
@@ -31,6 +32,10 @@ void bind_exceptions(nb::module_& m);
 // The frameworks that are looked at in a way of their own.
 enum class Framework : uint8_t { kNumpy, kTorch, kCupy, kOther };
 
+// What a DLPack exporter handed over: its memory may be gone once this is given back. Destroyed with the interpreter
+// lock.
+using DlpackExport = std::unique_ptr<void, void (*)(void*)>;
+
 // An array argument, borrowed for one call.
 class Array {
  public:
@@ -53,6 +58,8 @@ class Array {
   // torch's DLPack functions, or null.
   const DLPackExchangeAPI* exchange() const { return exchange_; }
   nb::handle object() const { return object_; }
+  // For who uses the memory after the call, and keeps object() as well.
+  DlpackExport take_export() { return std::move(managed_); }
 
  private:
   void take_numpy();
@@ -76,7 +83,7 @@ class Array {
   bool read_only_ = false;
   Framework framework_ = Framework::kOther;
   const DLPackExchangeAPI* exchange_ = nullptr;
-  std::unique_ptr<void, void (*)(void*)> managed_{nullptr, nullptr};  // of a DLPack capsule
+  DlpackExport managed_{nullptr, nullptr};
 };
 
 // "cpu", "cuda", "cuda:1" or a torch.device.

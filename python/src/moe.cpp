@@ -18,13 +18,16 @@ using namespace nb::literals;  // NOLINT(google-build-using-namespace)
 
 // A layer and the weights that it reads. Threads take turns.
 struct Layer {
-  std::shared_ptr<SharedWeights> weights;  // before the layer that refers to them
+  // Before the layer that refers to them.
+  std::shared_ptr<SharedWeights> weights;
+  nb::object workspace;           // of the caller, or None
+  DlpackExport workspace_export;  // of an exporter: the memory may belong to it alone
   RoutedMoe moe;
-  nb::object workspace;  // of the caller, or None
   std::unique_ptr<std::mutex> mutex = std::make_unique<std::mutex>();
 };
 
-// The workspace may refer to the layer: an array of a class of the program, say.
+// The workspace may refer to the layer: an array of a class of the program, say. Its export shows no Python objects,
+// and stays until the layer, which points into its memory, is gone.
 int traverse(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(Py_TYPE(self));
   if (nb::inst_ready(self)) Py_VISIT(nb::inst_ptr<Layer>(self)->workspace.ptr());
@@ -81,8 +84,7 @@ nb::object forward(Layer& self,
   return out.is_none() ? finish(hidden_states, made) : made;
 }
 
-WorkspaceView workspace_of(const SharedWeights& weights, nb::handle given) {
-  const Array workspace(given, "workspace", "u8");
+WorkspaceView workspace_of(const SharedWeights& weights, const Array& workspace) {
   const TensorView view = workspace.writable();
   if (!view.is_contiguous()) {
     raise({ErrorCode::kNotContiguous,
@@ -104,12 +106,15 @@ struct Plan {
 };
 
 Layer create(const WeightsHandle& weights, Plan plan, nb::handle workspace) {
-  if (!workspace.is_none()) plan.options.workspace = workspace_of(*weights.shared, workspace);
-  return {weights.shared,
-          without_gil([&] {
+  DlpackExport memory{nullptr, nullptr};
+  if (!workspace.is_none()) {
+    Array array(workspace, "workspace", "u8");
+    plan.options.workspace = workspace_of(*weights.shared, array);
+    memory = array.take_export();
+  }
+  return {weights.shared, nb::borrow(workspace), std::move(memory), without_gil([&] {
             return RoutedMoe::create(plan.problem, weights.shared->weights, plan.options);
-          }),
-          nb::borrow(workspace)};
+          })};
 }
 
 int64_t workspace_bytes_for(const WeightsHandle& weights, const Plan& plan, nb::handle) {

@@ -136,6 +136,43 @@ def test_a_cycle_through_the_workspace_is_given_back(layer):
     assert gone() is None
 
 
+@pytest.mark.parametrize("cycle", [False, True])
+def test_an_exported_workspace_lives_as_long_as_the_layer(layer, cycle):
+    """Its memory may belong to the export alone, not to the object that was given."""
+
+    class Memory(np.ndarray):
+        pass
+
+    class MakesMemory:
+        def __dlpack__(self, **_):
+            memory = np.zeros(size + 256, np.uint8)
+            start = -memory.ctypes.data % 256
+            workspace = memory[start : start + size].view(Memory)
+            made.append(weakref.ref(workspace))
+            return workspace.__dlpack__()
+
+        def __dlpack_device__(self):
+            return 1, 0
+
+    weights = layer.weights()
+    size = hexpert.RoutedMoe.workspace_bytes_for(weights, **layer.problem)
+    made = []
+    exporter = MakesMemory()
+    plan = layer.plan(weights, workspace=exporter)
+    if cycle:
+        exporter.layer = plan
+    del exporter
+    gc.collect()
+    assert [memory() is not None for memory in made] == [True]
+    assert np.array_equal(plan.forward(*layer.inputs), layer.plan(weights).forward(*layer.inputs))
+    del plan
+    gc.collect()
+    assert made[0]() is None
+    with pytest.raises(ValueError, match="top_k"):
+        layer.plan(weights, workspace=MakesMemory(), top_k=0)
+    assert made[1]() is None, "a refused layer keeps nothing"
+
+
 def test_memory_does_not_grow(layer):
     resource = pytest.importorskip("resource")
     big = Layer(experts=8, hidden=512, inter=512, tokens=32)
