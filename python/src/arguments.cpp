@@ -26,7 +26,10 @@ std::string given_text(nb::handle given) {
     if (!PyObject_TypeCheck(given.ptr(), shown)) continue;
     constexpr size_t kShort = 200;
     const auto value = nb::steal(PyObject_Repr(given.ptr()));
-    if (!value.is_valid()) PyErr_Clear();  // an integer of thousands of digits
+    if (!value.is_valid()) {  // an integer of thousands of digits
+      if (PyErr_ExceptionMatches(PyExc_Exception) == 0) throw nb::python_error();
+      PyErr_Clear();
+    }
     if (value.is_valid() && nb::len(value) <= kShort) return text_of(value);
   }
   return type_text(given.type());
@@ -86,14 +89,16 @@ std::string text_argument(nb::handle given, const char* name) {
 }
 
 std::string path_argument(nb::handle given, const char* name) {
+  const bool is_path = nb::isinstance<nb::str>(given) || nb::isinstance<nb::bytes>(given) ||
+                       nb::hasattr(given.type(), "__fspath__");
+  if (!is_path) wrong_type(name, "str, bytes or os.PathLike", given);
+  const auto path = nb::steal(PyOS_FSPath(given.ptr()));  // raises what __fspath__ raises
+  if (!path.is_valid()) throw nb::python_error();
   PyObject* converted = nullptr;
-  if (PyUnicode_FSConverter(given.ptr(), &converted) == 0) {
-    if (PyErr_ExceptionMatches(PyExc_ValueError) != 0) {  // UnicodeEncodeError is one
-      PyErr_Clear();
-      wrong_value(name, "a path without NUL that the file system's encoding has", given);
-    }
-    clear_type_error();
-    wrong_type(name, "str, bytes or os.PathLike", given);
+  if (PyUnicode_FSConverter(path.ptr(), &converted) == 0) {
+    if (PyErr_ExceptionMatches(PyExc_ValueError) == 0) throw nb::python_error();
+    PyErr_Clear();  // UnicodeEncodeError is a ValueError
+    wrong_value(name, "a path without NUL that the file system's encoding has", given);
   }
   const auto bytes = nb::steal<nb::bytes>(converted);
   return {bytes.c_str(), bytes.size()};

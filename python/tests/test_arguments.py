@@ -552,8 +552,30 @@ def test_load(tmp_path):
     refuses(ValueError, "missing.safetensors", load, tmp_path / "missing.safetensors", "x")
     (tmp_path / "bad.safetensors").write_bytes(b"not one")
     refuses(ValueError, "invalid file", load, str(tmp_path / "bad.safetensors"), "x")
-    refuses(ValueError, "path: expected a path without NUL", load, "a\0b", "x")
+    for nul in ("a\0b", b"a\0b", Path("a\0b")):
+        refuses(ValueError, "path: expected a path without NUL", load, nul, "x")
     refuses(ValueError, "not found: '\\xff': cannot open", load, os.fsdecode(b"\xff"), "x")
+
+
+def test_exceptions_of_arguments_are_raised(layer):
+    class Number(int):
+        def __repr__(self):
+            raise error
+
+    class Location(os.PathLike):
+        def __fspath__(self):
+            raise error
+
+    for error in (ValueError("mine"), TypeError("mine"), KeyboardInterrupt(), SystemExit()):
+        with pytest.raises(type(error)) as caught:
+            hexpert.ExpertWeights.load(Location(), "x")
+        assert caught.value is error
+    for error in (KeyboardInterrupt(), SystemExit()):
+        with pytest.raises(type(error)) as caught:
+            layer.plan(top_k=Number(2**70))
+        assert caught.value is error
+    error = ValueError("too many digits")
+    refuses(ValueError, "top_k: expected an int of 64 bits, got ", layer.plan, top_k=Number(2**70))
 
 
 def test_load_takes_every_path():
