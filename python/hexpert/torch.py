@@ -123,7 +123,9 @@ class RoutedExperts(nn.Module):
         self._number = _register(self, self.layer)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("layer", "_number")}
+        # What compile() made calls this module, not a copy; nn.Module leaves it out as well.
+        own = ("layer", "_number", "_compiled_call_impl")
+        return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

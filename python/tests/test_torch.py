@@ -345,6 +345,20 @@ def test_copies():
         assert torch.equal(torch.compile(one[0], fullgraph=True, backend="aot_eager")(*case.inputs), want)
 
 
+def test_copies_of_a_compiled_module():
+    case = Case(*LAYERS[4])
+    experts = hexpert.torch.RoutedExperts(case.fc1, case.fc2, top_k=4, max_tokens=16)
+    torch.compiler.reset()  # there is a limit to the variants of one function
+    experts.compile(fullgraph=True, backend="aot_eager")
+    want = experts(*case.inputs)
+    copies = [copy.deepcopy(experts), pickle.loads(pickle.dumps(experts))]
+    experts.refresh(-case.fc1, case.fc2)
+    fresh = hexpert.torch.RoutedExperts(-case.fc1, case.fc2, top_k=4, max_tokens=16)
+    assert torch.equal(experts(*case.inputs), fresh(*case.inputs))
+    for one in copies:
+        assert torch.equal(one(*case.inputs), want)
+
+
 def test_refresh():
     case, other = Case(*LAYERS[4]), Case(*LAYERS[4])
     other.fc1, other.fc2 = other.fc1.flip(0).contiguous(), other.fc2.flip(0).contiguous()
