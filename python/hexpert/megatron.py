@@ -6,6 +6,7 @@ serves devices that FlashInfer has no kernels for. Arguments, defaults, shapes a
 published page of that module; docs/megatron.md lists the few places where hexpert had to choose.
 """
 
+import copy
 import itertools
 import operator
 import threading
@@ -149,6 +150,10 @@ class FlashInferRoutedNVFP4Weights:
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles hold the weights that it computes with; their fields are exported anew."""
         return type(self)._of, (self._weights,)
+
+    def __copy__(self) -> "FlashInferRoutedNVFP4Weights":
+        # Of the same weights, a refresh of one object would leave the exported fields of the other behind.
+        return self._of(copy.copy(self._weights))
 
     @classmethod
     def _of(cls, weights: ExpertWeights) -> "FlashInferRoutedNVFP4Weights":

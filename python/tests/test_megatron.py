@@ -271,8 +271,9 @@ def test_copies():
     weights = megatron.prepare_routed_nvfp4_weights(*stacks())
     args = inputs()
     want = megatron.flashinfer_routed_nvfp4_moe(*args, weights, **ROUTING)
-    copies = [copy.deepcopy(weights), pickle.loads(pickle.dumps(weights))]
+    copies = [copy.copy(weights), copy.deepcopy(weights), pickle.loads(pickle.dumps(weights))]
     before = weights.fc1_data.clone()
+    assert all(torch.equal(one.fc1_data, before) for one in copies)
     megatron.prepare_routed_nvfp4_weights(*stacks(seed=7), out=weights)
     for one in copies:
         assert torch.equal(megatron.flashinfer_routed_nvfp4_moe(*args, one, **ROUTING), want)
