@@ -50,7 +50,15 @@ _ACTIVATIONS = {
 def require_flashinfer_routed_nvfp4() -> None:
     """Raises UnsupportedError, with the reason of each backend, when there is none for the device: the
     current GPU where torch has one, else the CPU."""
-    _core.query_backend("cuda" if torch.cuda.is_available() else "cpu")
+    _core.query_backend(_current_device())
+
+
+def _current_device() -> str:
+    if not torch.cuda.is_available():
+        return "cpu"
+    # The question initializes CUDA, which an import must not do: forked processes could not use it. Before that, the
+    # current GPU is the first.
+    return f"cuda:{torch.cuda.current_device() if torch.cuda.is_initialized() else 0}"
 
 
 def _have_flashinfer_routed_nvfp4() -> bool:

@@ -59,22 +59,28 @@ def test_constants():
         assert megatron.require_flashinfer_routed_nvfp4() is None
 
 
-@pytest.mark.parametrize("gpu", [False, True])
-def test_what_can_run_is_what_is_required(monkeypatch, gpu):
+@pytest.mark.parametrize("device, initialized", [("cpu", False), ("cuda:0", False), ("cuda:1", True)])
+def test_what_can_run_is_what_is_required(monkeypatch, device, initialized):
     asked = []
+
+    def current_device():
+        assert initialized, "CUDA would be initialized by this"
+        return int(device[-1])
 
     def query(device):
         asked.append(device)
         raise hexpert.UnsupportedError("no backend")
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: device != "cpu")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
+    monkeypatch.setattr(torch.cuda, "current_device", current_device)
     monkeypatch.setattr(hexpert._core, "query_backend", lambda device: asked.append(device) or "some")
     assert megatron._have_flashinfer_routed_nvfp4() is True and megatron.require_flashinfer_routed_nvfp4() is None
     monkeypatch.setattr(hexpert._core, "query_backend", query)
     assert megatron._have_flashinfer_routed_nvfp4() is False
     with pytest.raises(hexpert.UnsupportedError, match="no backend"):
         megatron.require_flashinfer_routed_nvfp4()
-    assert asked == [("cuda" if gpu else "cpu")] * 4
+    assert asked == [device] * 4
 
 
 def test_signatures():
