@@ -55,12 +55,17 @@ void clear_type_error() {
 
 }  // namespace
 
-int64_t integer_argument(nb::handle given, const char* name, int bits) {
-  const auto index = nb::steal(PyNumber_Index(given.ptr()));
+nb::object index_argument(nb::handle given, const char* name, const char* wanted) {
+  auto index = nb::steal(PyNumber_Index(given.ptr()));
   if (!index.is_valid()) {
     clear_type_error();
-    wrong_type(name, "an int", given);
+    wrong_type(name, wanted, given);
   }
+  return index;
+}
+
+int64_t integer_argument(nb::handle given, const char* name, int bits) {
+  const nb::object index = index_argument(given, name, "an int");
   int overflow = 0;
   const int64_t value = PyLong_AsLongLongAndOverflow(index.ptr(), &overflow);
   const int64_t sign = value >> (bits - 1);
@@ -68,6 +73,16 @@ int64_t integer_argument(nb::handle given, const char* name, int bits) {
     wrong_value(name, fmt::format("an int of {} bits", bits), given);
   }
   return value;
+}
+
+bool bool_argument(nb::handle given, const char* name) {
+  if (!nb::isinstance<nb::bool_>(given)) {
+    const std::string type = type_text(given.type());
+    if (type != "numpy.bool" && type != "numpy.bool_") wrong_type(name, "True or False", given);
+  }
+  const int truth = PyObject_IsTrue(given.ptr());
+  if (truth < 0) throw nb::python_error();
+  return truth == 1;
 }
 
 float float_argument(nb::handle given, const char* name) {

@@ -22,8 +22,11 @@ std::string given_text(nb::handle given);
 [[noreturn]] void wrong_type(const char* name, const std::string& wanted, nb::handle given);
 [[noreturn]] void wrong_value(const char* name, const std::string& wanted, nb::handle given);
 
-// Anything with __index__, numpy's integers too.
+// Anything with __index__, numpy's integers too, as an int.
+nb::object index_argument(nb::handle given, const char* name, const char* wanted);
 int64_t integer_argument(nb::handle given, const char* name, int bits);
+// True, False, and numpy's.
+bool bool_argument(nb::handle given, const char* name);
 float float_argument(nb::handle given, const char* name);
 std::string text_argument(nb::handle given, const char* name);
 // A path as os.fsencode() gives it.
@@ -34,8 +37,7 @@ std::string path_argument(nb::handle given, const char* name);
 template <typename T>
 T argument(nb::handle given, const char* name) {
   if constexpr (std::is_same_v<T, bool>) {
-    if (!nb::isinstance<nb::bool_>(given)) wrong_type(name, "True or False", given);
-    return given.is(Py_True);
+    return bool_argument(given, name);
   } else if constexpr (std::is_integral_v<T>) {
     return static_cast<T>(integer_argument(given, name, 8 * sizeof(T)));
   } else if constexpr (std::is_same_v<T, float>) {

@@ -456,9 +456,10 @@ Device parse_device(nb::handle device) {
 Stream stream_given(nb::handle stream) {
   if (stream.is_none()) return {};
   const char* wanted = "a cudaStream_t as int >= 0";
-  if (!nb::isinstance<nb::int_>(stream)) wrong_type("stream", wanted, stream);
   uintptr_t handle = 0;
-  if (!nb::try_cast(stream, handle)) wrong_value("stream", wanted, stream);
+  if (!nb::try_cast(index_argument(stream, "stream", wanted), handle)) {
+    wrong_value("stream", wanted, stream);
+  }
   return {reinterpret_cast<void*>(handle)};
 }
 

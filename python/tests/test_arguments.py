@@ -297,6 +297,9 @@ def test_numbers_of_other_types(layer):
     for two in (np.int64(2), np.uint8(2), np.array(2), SmallInteger()):
         plan = layer.plan(top_k=two, alpha=np.float32(1), beta=0, num_threads=two)
         assert np.array_equal(plan.forward(*layer.inputs), want)
+        got = plan.forward(*layer.inputs, token_capacity=two, use_bounded_rows=np.bool_(True), stream=two)
+        assert np.array_equal(got[:2], want[:2]) and not got[2:].any()
+        assert np.array_equal(plan.forward(*layer.inputs, token_capacity=two, use_bounded_rows=np.bool_(False)), want)
     for kind in (TheirActivationType.Swiglu, 3, np.int32(3)):
         with pytest.raises(TypeError, match="activation: expected hexpert.ActivationType, got"):
             layer.plan(activation=kind)
