@@ -25,7 +25,7 @@ Status check_no_overlap(const MemoryRange& written,
                       end(other))};
 }
 
-Status check_no_overlap(std::span<const MemoryRange> outputs) {
+Status check_outputs_apart(std::span<const MemoryRange> outputs) {
   for (size_t i = 0; i < outputs.size(); ++i) {
     for (size_t j = i + 1; j < outputs.size(); ++j)
       HX_RETURN_IF_ERROR(check_no_overlap(outputs[i], outputs[j], "other output"));

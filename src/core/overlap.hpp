@@ -22,7 +22,7 @@ Status check_no_overlap(const MemoryRange& written,
                         const MemoryRange& other,
                         std::string_view kind);
 
-// Likewise of every two outputs.
-Status check_no_overlap(std::span<const MemoryRange> outputs);
+// The same of every two outputs.
+Status check_outputs_apart(std::span<const MemoryRange> outputs);
 
 }  // namespace hexpert

@@ -138,7 +138,7 @@ Status check_quantize_overlap(const char* name,
   const MemoryRange read{name, input.data, extent_bytes(input)};
   for (const MemoryRange& part : parts)
     HX_RETURN_IF_ERROR(check_no_overlap(part, read, "input"));
-  return check_no_overlap(parts);
+  return check_outputs_apart(parts);
 }
 
 Status check_dequantize_overlap(const ConstNvfp4View& in, const TensorView& out) {

@@ -184,7 +184,7 @@ Status check_apart(const CanonicalWeights& out, const ExpertShape& shape) {
                                  {"fc2_data", out.fc2_data, fc2 / 2},
                                  {"fc2_scale_swizzled", out.fc2_scale_swizzled, fc2 / kBlockSize},
                                  {"fc2_alpha", out.fc2_alpha, alphas}};
-  return check_no_overlap(outputs);
+  return check_outputs_apart(outputs);
 }
 
 // The part of expert `e`.
@@ -374,7 +374,7 @@ Status ExpertWeights::export_projection(int64_t expert,
     const MemoryRange outputs[] = {{"codes", codes, rows * blocks * 8},
                                    {"block_scales", block_scales, rows * blocks},
                                    {"alpha", alpha, sizeof(float)}};
-    HX_RETURN_IF_ERROR(check_no_overlap(outputs));
+    HX_RETURN_IF_ERROR(check_outputs_apart(outputs));
     std::unique_ptr<Storage> one;
     if (storage_->on_device) {
       one = tiles_of_one_expert(*storage_);
