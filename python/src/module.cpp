@@ -4,6 +4,10 @@
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
 
+#include <initializer_list>
+#include <string_view>
+#include <utility>
+
 #include "arguments.hpp"
 #include "arrays.hpp"
 #include "bindings.hpp"
@@ -118,6 +122,17 @@ Nvfp4View nvfp4_of(const Array& codes,
   return view;
 }
 
+// A failure in the names that the arguments have here: the library says which member of its view it means.
+Status renamed(const Status& status,
+               std::initializer_list<std::pair<std::string_view, std::string_view>> names) {
+  std::string text = status.message();
+  for (const auto& [member, argument] : names) {
+    const size_t at = text.find(member);
+    if (at != std::string::npos) text.replace(at, member.size(), argument);
+  }
+  return {status.code(), text};
+}
+
 nb::tuple quantize(const char* name,
                    nb::handle x,
                    nb::handle padded_hidden_size,
@@ -153,7 +168,11 @@ nb::tuple quantize(const char* name,
   without_gil([&] {
     const Status status =
         per_row ? quantize_tokens(view, cols, to, options) : quantize_matrix(view, to, options);
-    if (!status.ok()) return status;
+    if (!status.ok()) {
+      return renamed(
+          status,
+          {{"out.codes", "out[0]"}, {"out.block_scales", "out[1]"}, {"out.outer", "out[2]"}});
+    }
     return wait_if_needed({&input, &codes, &scales, &outer}, options.stream, view.device);
   });
   return memory.finished(x);
@@ -181,7 +200,11 @@ nb::object dequantize_arrays(nb::handle codes,
   from.cols = view.cols;
   from.per_row = view.per_row;
   from.scale_layout = layout;
-  without_gil([&] { return dequantize(from, target); });
+  without_gil([&] {
+    return renamed(
+        dequantize(from, target),
+        {{"in.codes", "codes"}, {"in.block_scales", "block_scales"}, {"in.outer", "outer"}});
+  });
   return finish(codes, made);
 }
 

@@ -337,6 +337,12 @@ def odd_address(values):
     return memory[1:].reshape(values.shape)
 
 
+def byte_apart(values):
+    memory = aligned(np.zeros(values.nbytes + 1, np.uint8))
+    memory[1:] = values.view(np.uint8)
+    return memory[1:].view(values.dtype)
+
+
 def test_refresh(layer):
     weights = layer.weights()
     before = weights.export_canonical()
@@ -634,14 +640,22 @@ def test_quantizer_overlaps(layer):
     for quantize, scale in ((hexpert.quantize_tokens, outer), (hexpert.quantize_matrix, outer[:1])):
         inside = x.reshape(-1).view(np.uint8)[: codes.size].reshape(codes.shape)
         before = x.copy()
-        refuses(ValueError, "out.codes: expected memory that overlaps no input", quantize, x, out=(inside, scales, scale))
+        refuses(ValueError, "out[0]: expected memory that overlaps no input", quantize, x, out=(inside, scales, scale))
         shared = codes.reshape(-1)[: scales.size].reshape(scales.shape)
         refuses(
             ValueError,
-            "out.codes: expected memory that overlaps no other output",
+            "out[0]: expected memory that overlaps no other output",
             quantize,
             x,
             out=(codes, shared, scale),
+        )
+        refuses(ValueError, " over out[1] at [", quantize, x, out=(codes, shared, scale))
+        refuses(
+            ValueError,
+            "out[2]: expected an address aligned to 4 bytes",
+            quantize,
+            x,
+            out=(codes, scales, byte_apart(scale)),
         )
         assert np.array_equal(x, before), "a refused call wrote"
     memory = aligned(np.zeros((6, 48), np.float32))
@@ -655,6 +669,10 @@ def test_quantizer_overlaps(layer):
         scales,
         outer,
         out=memory,
+    )
+    refuses(ValueError, " over codes at [", hexpert.dequantize, inside, scales, outer, out=memory)
+    refuses(
+        ValueError, "outer: expected an address aligned to 4 bytes", hexpert.dequantize, codes, scales, byte_apart(outer)
     )
     assert np.array_equal(inside, codes), "a refused call wrote"
 
