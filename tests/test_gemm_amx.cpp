@@ -108,7 +108,7 @@ TEST_P(AmxKernel, ActivationsExpandExactly) {
   }
 }
 
-// Every number of tokens up to two tile pairs, then the larger ones; K of one to eleven spans, equal or not.
+// Every number of tokens up to two tile pairs, then the larger ones; K of one to seventeen spans, equal or not.
 TEST_P(AmxKernel, ProductsAreWithinTheSummationBound) {
   std::vector<int64_t> counts;
   for (int64_t m = 1; m <= 65; ++m)

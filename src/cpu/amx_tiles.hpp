@@ -16,7 +16,8 @@ inline constexpr int64_t kTileBytes = 1024;
 inline constexpr int64_t kTileStride = 64;
 inline constexpr int64_t kResultStride = 128;  // of c, in bytes: 32 floats
 
-// A 32 x 32 x 32 product in steps, apart so that other work can be placed between them. The intrinsics want literal tile numbers, hence one function a step.
+// A 32 x 32 x 32 product in steps, apart so that other work can be placed between them. The
+// instructions want literal tile numbers, hence one function a step.
 struct HardwareTiles {
   struct alignas(64) Config {
     uint8_t palette = 1;
@@ -29,6 +30,14 @@ struct HardwareTiles {
 
 #define HX_TILE_FUNCTION \
   static inline __attribute__((always_inline, target("amx-tile,amx-bf16"))) void
+// GCC 12's intrinsics do not say that they read memory: a store before them counts as dead when the same
+// place is written again after them.
+#define HX_LOAD_TILE(instruction, tile, from, stride) \
+  asm volatile(instruction " (%0,%1,1), %%tmm" #tile  \
+               :                                      \
+               : "r"(from),                           \
+                 "r"(int64_t{stride}),                \
+                 "m"(*reinterpret_cast<const uint8_t(*)[16 * (stride)]>(from)))
   HX_TILE_FUNCTION configure() {
     // GCC 12's intrinsic names only the first bytes of the configuration as its input.
     static const Config config;
@@ -46,12 +55,12 @@ struct HardwareTiles {
     _tile_zero(3);
   }
   HX_TILE_FUNCTION load_first(const float* c) {
-    _tile_loadd(0, c, kResultStride);
-    _tile_loadd(1, c + 16, kResultStride);
+    HX_LOAD_TILE("tileloadd", 0, c, kResultStride);
+    HX_LOAD_TILE("tileloadd", 1, c + 16, kResultStride);
   }
   HX_TILE_FUNCTION load_second(const float* c) {
-    _tile_loadd(2, c, kResultStride);
-    _tile_loadd(3, c + 16, kResultStride);
+    HX_LOAD_TILE("tileloadd", 2, c, kResultStride);
+    HX_LOAD_TILE("tileloadd", 3, c + 16, kResultStride);
   }
   HX_TILE_FUNCTION store_first(float* c) {
     _tile_stored(0, c, kResultStride);
@@ -63,35 +72,36 @@ struct HardwareTiles {
   }
   HX_TILE_FUNCTION exchange_first(float* c, const float* next) {
     _tile_stored(0, c, kResultStride);
-    _tile_loadd(0, next, kResultStride);
+    HX_LOAD_TILE("tileloadd", 0, next, kResultStride);
     _tile_stored(1, c + 16, kResultStride);
-    _tile_loadd(1, next + 16, kResultStride);
+    HX_LOAD_TILE("tileloadd", 1, next + 16, kResultStride);
   }
   HX_TILE_FUNCTION exchange_second(float* c, const float* next) {
     _tile_stored(2, c, kResultStride);
-    _tile_loadd(2, next, kResultStride);
+    HX_LOAD_TILE("tileloadd", 2, next, kResultStride);
     _tile_stored(3, c + 16, kResultStride);
-    _tile_loadd(3, next + 16, kResultStride);
+    HX_LOAD_TILE("tileloadd", 3, next + 16, kResultStride);
   }
   HX_TILE_FUNCTION load_weights(const uint8_t* weights) {
-    _tile_loadd(6, weights, kTileStride);
-    _tile_loadd(7, weights + kTileBytes, kTileStride);
+    HX_LOAD_TILE("tileloadd", 6, weights, kTileStride);
+    HX_LOAD_TILE("tileloadd", 7, weights + kTileBytes, kTileStride);
   }
   // Activations pass L1 by: what is used again is the weights.
   HX_TILE_FUNCTION multiply_00(const uint8_t* activations) {
-    _tile_stream_loadd(4, activations, kTileStride);
+    HX_LOAD_TILE("tileloaddt1", 4, activations, kTileStride);
     _tile_dpbf16ps(0, 4, 6);
   }
   HX_TILE_FUNCTION multiply_01() {
     _tile_dpbf16ps(1, 4, 7);
   }
   HX_TILE_FUNCTION multiply_10(const uint8_t* activations) {
-    _tile_stream_loadd(5, activations, kTileStride);
+    HX_LOAD_TILE("tileloaddt1", 5, activations, kTileStride);
     _tile_dpbf16ps(2, 5, 6);
   }
   HX_TILE_FUNCTION multiply_11() {
     _tile_dpbf16ps(3, 5, 7);
   }
+#undef HX_LOAD_TILE
 #undef HX_TILE_FUNCTION
 };
 

@@ -51,8 +51,8 @@ namespace {
 
 namespace tiles = layout::cpu_tiles;
 
-// Longest span. Up to 32 tokens the results never leave the tiles. Above, a span costs a round trip
-// of the results; a longer one does not stay in L1 beside them.
+// Longest span. Up to 32 tokens the results never leave the tiles, and a short span costs nothing. Above, a
+// span costs a round trip of the results; a longer one does not stay in L1 beside them.
 constexpr int64_t kSpanInTiles = 256;
 constexpr int64_t kSpan = 384;
 constexpr int64_t kStepK = 32;                  // k of one tile
@@ -200,8 +200,9 @@ class PairRecord {
         records_{record, record + group_bytes},
         scales_{ue5m3(records_[0]), ue5m3(records_[1])} {
     for (int64_t g = 0; g < 2; ++g) {
-      ahead_[g] = records_[g] + 2 * group_bytes;
-      asm("" : "+r"(ahead_[g]));  // one register for all lines
+      const uint8_t* ahead = records_[g] + 2 * group_bytes;
+      asm("" : "+r"(ahead));  // one register for all lines
+      ahead_[g] = ahead;
     }
   }
 

@@ -46,7 +46,7 @@ struct GroupedGemm {
   const float* gate_alpha = nullptr;  // [experts]
 
   Routes routes;
-  int32_t* items_taken = nullptr;  // [1] zero before; blocks count in it which items they take
+  int32_t* items_taken = nullptr;  // [1] zero before every launch; blocks count the items they take
   void* out =
       nullptr;  // [permuted rows, out_cols] bf16, or [splits, max_routes, fragment_rows] f32
   int64_t out_cols = 0;  // multiple of 16: features past it are dropped

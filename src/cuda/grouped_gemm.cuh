@@ -243,8 +243,9 @@ class Items {
 };
 
 // Which items are this block's: the first two by its number, then whichever are next when it is ready,
-// so that a block with short items does more of them. Results do not depend on it. It asks for one item more than it knows, so that
-// the answer is there when it is wanted; in a cluster the first block asks and tells both. For a warp.
+// so that a block with short items does more of them. Results do not depend on it. It asks for one item
+// more than it knows, so that the answer is there when it is wanted; in a cluster the first block asks
+// and tells both. For a warp.
 template <int kMaxWidth>
 class Turns {
  public:
