@@ -159,22 +159,15 @@ void activate(const Activation& activation,
       }
       return;
     case ActivationType::kSwiGlu:
-      for (int64_t i = 0; i < count; i += Vec::kTogether) {
-        if (count - i >= Vec::kTogether) {
-          swiglu_rows<Vec::kTogether>(c, columns, up_scale + i, gate_scale + i, out, stride);
-        } else {
-          for (int64_t r = 0; r < count - i; ++r) {
-            swiglu_rows<1>(c + r * columns,
-                           columns,
-                           up_scale + i + r,
-                           gate_scale + i + r,
-                           out + r * stride,
-                           stride);
-          }
-        }
+      for (; count >= Vec::kTogether; count -= Vec::kTogether) {
+        swiglu_rows<Vec::kTogether>(c, columns, up_scale, gate_scale, out, stride);
         c += Vec::kTogether * columns;
+        up_scale += Vec::kTogether;
+        gate_scale += Vec::kTogether;
         out += Vec::kTogether * stride;
       }
+      for (; count > 0; --count, c += columns, out += stride)
+        swiglu_rows<1>(c, columns, up_scale++, gate_scale++, out, stride);
       return;
     default:
       for (int64_t i = 0; i < count; ++i, c += columns, out += stride) {
