@@ -24,7 +24,7 @@ constexpr int kXRowBytes = kSpan * 2;  // a token's, in a span
 template <int kMaxWidth>
 __host__ __device__ constexpr int tile_width(int index) {
   if constexpr (kMaxWidth == 112) {
-    return index == 3 ? 112 : 32 * (index + 1);
+    return index < 2 ? 32 * (index + 1) : index == 2 ? 80 : 112;
   } else if constexpr (kMaxWidth == 160) {
     return index == 0 ? 32 : 80 + 16 * index;
   } else {
