@@ -1,5 +1,6 @@
 // Every tile width of the Hopper GEMM, with whole and with split sums, judged stage by stage.
 #include <set>
+#include <utility>
 
 #include "cuda/hopper_plan.hpp"
 #include "cuda_case.hpp"
@@ -84,6 +85,38 @@ TEST(CudaWidths, BlocksTakeItems) {
     if (HasFailure()) return;
   }
   EXPECT_EQ(widths, (std::set<int>{16, 32, 64, 112, 160, 256}));
+}
+
+// Slots without an expert: up to some number of routes another kernel does the work, and one route more
+// is the planned kernel's again.
+TEST(CudaWidths, NarrowerKernelForFewRoutes) {
+  std::set<std::pair<int, int>> pairs;
+  for (int64_t tokens_per_expert : {50, 80, 120, 200}) {
+    const MoeCase c{.num_experts = 8,
+                    .top_k = 2,
+                    .hidden_size = 320,
+                    .intermediate_size = 448,
+                    .tokens = 4 * tokens_per_expert,
+                    .activation = tokens_per_expert == 80 ? kOai : kSwiGlu};
+    const cuda::ForwardPlan plan = plan_of(c);
+    ASSERT_NE(plan.narrow_gemm, nullptr);
+    pairs.insert({plan.narrow_gemm->max_width, plan.gemm->max_width});
+    const ExpertWeights weights = make_weights(c);
+    const int64_t slots = c.tokens * c.top_k;
+    for (int64_t routes : {int64_t{0}, plan.max_narrow_routes, plan.max_narrow_routes + 1}) {
+      MoeData data(c);
+      ASSERT_LT(routes, slots);
+      for (int64_t slot = 0; slot < slots; ++slot) {  // the empty ones are spread evenly
+        if ((slot + 1) * routes / slots == slot * routes / slots) {
+          data.ids[static_cast<size_t>(slot)] = -1;
+        }
+      }
+      data.sync_ids();
+      expect_every_backend(c, weights, data, data.inputs(c));
+      if (HasFailure()) return;
+    }
+  }
+  EXPECT_EQ(pairs, (std::set<std::pair<int, int>>{{64, 112}, {112, 160}, {160, 256}}));
 }
 
 // Many experts with a row each: as many tiles as slots.

@@ -69,9 +69,16 @@ std::string describe(const MoeProblem& problem,
   const ForwardPlan plan =
       plan_forward(problem, fragment_sizes(shape), problem.max_tokens, options.batch_invariant);
   if (plan.decode) return "one kernel for the layer";
-  return fmt::format("tiles of {} x {} tokens, K of FC1 in {} parts, of FC2 in {}",
+  const std::string narrow = plan.narrow_gemm == nullptr
+                                 ? ""
+                                 : fmt::format(" (up to {} routes: {} x {})",
+                                               plan.max_narrow_routes,
+                                               plan.narrow_gemm->item_rows,
+                                               plan.narrow_gemm->max_width);
+  return fmt::format("tiles of {} x {} tokens{}, K of FC1 in {} parts, of FC2 in {}",
                      plan.gemm->item_rows,
                      plan.gemm->max_width,
+                     narrow,
                      plan.fc1_splits,
                      plan.fc2_splits);
 }

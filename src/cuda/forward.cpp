@@ -117,6 +117,8 @@ class Forward {
                          .local_expert_offset = problem_.local_expert_offset,
                          .num_local_experts = w_.shape.num_local_experts,
                          .max_width = how_.gemm->max_width,
+                         .narrow_max_width = how_.narrow_gemm ? how_.narrow_gemm->max_width : 0,
+                         .max_narrow_routes = how_.max_narrow_routes,
                          .out = work_.routes},
                         LaunchOptions{overlapped_.stream, false});
   }
@@ -141,24 +143,22 @@ class Forward {
   cudaError_t fc1() {
     const StageRange range("fc1");
     const Epilogue activated = w_.shape.gated ? Epilogue::kSwiGlu : Epilogue::kSquaredRelu;
-    return how_.gemm->launch(
-        {.weights = w_.fc1,
-         .expert_bytes = w_.fc1_bytes(),
-         .fragment_rows = w_.fc1_rows,
-         .k = w_.hidden,
-         .x = maps_of(plan_.x_maps),
-         .row_scale = work_.x_route_scale,
-         .up_alpha = w_.fc1_up_alpha,
-         .gate_alpha = w_.fc1_gate_alpha,
-         .routes = work_.routes,
-         .items_taken = work_.routes.items_taken,
-         .out = how_.fc1_partial ? static_cast<void*>(work_.fc1_sums) : work_.h,
-         .out_cols = w_.intermediate,
-         .max_routes = slots_,
-         .splits = how_.fc1_splits},
-        how_.fc1_partial ? Epilogue::kPartial : activated,
-        multiprocessors_,
-        overlapped_);
+    return multiply({.weights = w_.fc1,
+                     .expert_bytes = w_.fc1_bytes(),
+                     .fragment_rows = w_.fc1_rows,
+                     .k = w_.hidden,
+                     .x = {},
+                     .row_scale = work_.x_route_scale,
+                     .up_alpha = w_.fc1_up_alpha,
+                     .gate_alpha = w_.fc1_gate_alpha,
+                     .routes = work_.routes,
+                     .items_taken = work_.routes.items_taken,
+                     .out = how_.fc1_partial ? static_cast<void*>(work_.fc1_sums) : work_.h,
+                     .out_cols = w_.intermediate,
+                     .max_routes = slots_,
+                     .splits = how_.fc1_splits},
+                    plan_.x_maps,
+                    how_.fc1_partial ? Epilogue::kPartial : activated);
   }
 
   cudaError_t requantize_routes() {
@@ -187,22 +187,21 @@ class Forward {
 
   cudaError_t fc2() {
     const StageRange range("fc2");
-    return how_.gemm->launch({.weights = w_.fc2,
-                              .expert_bytes = w_.fc2_bytes(),
-                              .fragment_rows = w_.fc2_rows,
-                              .k = w_.intermediate,
-                              .x = maps_of(plan_.h_maps),
-                              .row_scale = work_.h_token_scale,
-                              .up_alpha = w_.fc2_alpha,
-                              .routes = work_.routes,
-                              .items_taken = work_.routes.items_taken + 1,
-                              .out = work_.results,
-                              .out_cols = w_.fc2_rows,
-                              .max_routes = slots_,
-                              .splits = how_.fc2_splits},
-                             how_.fc2_partial ? Epilogue::kPartial : Epilogue::kScale,
-                             multiprocessors_,
-                             overlapped_);
+    return multiply({.weights = w_.fc2,
+                     .expert_bytes = w_.fc2_bytes(),
+                     .fragment_rows = w_.fc2_rows,
+                     .k = w_.intermediate,
+                     .x = {},
+                     .row_scale = work_.h_token_scale,
+                     .up_alpha = w_.fc2_alpha,
+                     .routes = work_.routes,
+                     .items_taken = work_.routes.items_taken + 1,
+                     .out = work_.results,
+                     .out_cols = w_.fc2_rows,
+                     .max_routes = slots_,
+                     .splits = how_.fc2_splits},
+                    plan_.h_maps,
+                    how_.fc2_partial ? Epilogue::kPartial : Epilogue::kScale);
   }
 
   cudaError_t combine_routes() {
@@ -229,9 +228,19 @@ class Forward {
     return combine(args, overlapped_);
   }
 
-  const OperandMaps& maps_of(const OperandMaps (&maps)[std::size(kGemmVariants)]) const {
-    const auto at = std::find(std::begin(kGemmVariants), std::end(kGemmVariants), how_.gemm);
-    return maps[at - std::begin(kGemmVariants)];
+  // By the planned kernels, of which the device runs one.
+  cudaError_t multiply(GroupedGemm args,
+                       const OperandMaps (&maps)[std::size(kGemmVariants)],
+                       Epilogue epilogue) {
+    args.one_of_two = how_.narrow_gemm != nullptr;
+    for (const GemmVariant* gemm : {how_.gemm, how_.narrow_gemm}) {
+      if (gemm == nullptr) continue;
+      const auto at = std::find(std::begin(kGemmVariants), std::end(kGemmVariants), gemm);
+      args.x = maps[at - std::begin(kGemmVariants)];
+      const cudaError_t error = gemm->launch(args, epilogue, multiprocessors_, overlapped_);
+      if (error != cudaSuccess) return error;
+    }
+    return cudaSuccess;
   }
 
   const ForwardArgs& args_;

@@ -46,6 +46,8 @@ struct GroupedGemm {
   const float* gate_alpha = nullptr;  // [experts]
 
   Routes routes;
+  bool one_of_two =
+      false;  // launches: of the kernels, the one for `routes.max_width` does the work
   int32_t* items_taken = nullptr;  // [1] zero before every launch; blocks count the items they take
   void* out =
       nullptr;  // [permuted rows, out_cols] bf16, or [splits, max_routes, fragment_rows] f32

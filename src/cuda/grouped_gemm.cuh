@@ -394,6 +394,11 @@ __global__ void __launch_bounds__(Shape<kMaxWidth>::kThreads, Shape<kMaxWidth>::
   using S = Shape<kMaxWidth>;
   extern __shared__ uint8_t raw[];
   const Shared<kMaxWidth> shared(raw);
+  if (args.one_of_two && *args.routes.max_width != kMaxWidth) {
+    ptx::allow_successor();
+    ptx::wait_for_predecessor();  // whose results the successor may want
+    return;
+  }
   const int cluster_blocks = S::kClusterBlocks == 1 ? 1 : ptx::cluster_blocks();
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::kStages; ++i) {

@@ -21,14 +21,23 @@ constexpr double kItemCost = 0.7;
 constexpr double kSplitCost = 0.25;
 // Of a tile beyond the mean number of tokens.
 constexpr double kMaxSpareTokens = 16;
+// From here on a kernel that turns out not to be wanted costs less than tiles twice as wide as wanted.
+constexpr int kMinWidthOfTwo = 112;
 
-// A width that nearly every expert's tokens fit in, when experts are equally likely. Where tiles are wide,
-// a second one for a few experts costs less than a wider kernel for all.
+// The mean number of tokens with which nearly every expert's fit in the variant, when experts are equally
+// likely: m + 2.5 sqrt(m) of them. Where tiles are wide, a second one for a few experts costs less than a
+// wider kernel for all.
+double mean_that_fits(const GemmVariant& variant) {
+  const auto width = static_cast<double>(variant.max_width);
+  const double root = (std::sqrt(2.5 * 2.5 + 4 * width) - 2.5) / 2;
+  return std::max(root * root, width - kMaxSpareTokens);
+}
+
 const GemmVariant& choose_variant(double tokens_per_expert, int64_t rows) {
-  const double spare = std::min(2.5 * std::sqrt(tokens_per_expert), kMaxSpareTokens);
-  const double wanted = std::min(static_cast<double>(rows), tokens_per_expert + spare);
   for (const GemmVariant* variant : kGemmVariants) {
-    if (wanted <= variant->max_width) return *variant;
+    if (rows <= variant->max_width || tokens_per_expert <= mean_that_fits(*variant)) {
+      return *variant;
+    }
   }
   return gemm_width256;
 }
@@ -78,12 +87,20 @@ ForwardPlan plan_forward(const MoeProblem& problem,
   const auto local = static_cast<double>(sizes.shape.num_local_experts);
   ForwardPlan plan;
   plan.decode = !batch_invariant && can_decode(problem, sizes, rows);
-  plan.gemm = &choose_variant(static_cast<double>(slots) / experts, rows);
+  const double tokens_per_expert = static_cast<double>(slots) / experts;
+  plan.gemm = &choose_variant(tokens_per_expert, rows);
   if (!batch_invariant && slots <= kMaxSplitRoutes) {
     const double row_tiles =
         std::ceil(std::min(static_cast<double>(slots), experts) * local / experts);
     plan.fc1_splits = choose_splits(*plan.gemm, row_tiles, sizes.fc1_rows, sizes.hidden);
     plan.fc2_splits = choose_splits(*plan.gemm, row_tiles, sizes.fc2_rows, sizes.intermediate);
+  }
+  if (plan.gemm->max_width >= kMinWidthOfTwo && slots > kMaxSplitRoutes) {
+    const GemmVariant& narrow = choose_variant(tokens_per_expert / 2, rows);
+    if (&narrow != plan.gemm) {
+      plan.narrow_gemm = &narrow;
+      plan.max_narrow_routes = static_cast<int64_t>(mean_that_fits(narrow) * local);
+    }
   }
   plan.fc1_partial = plan.fc1_splits > 1 || !activated_by_gemm(problem.activation);
   plan.fc2_partial = plan.fc2_splits > 1;
@@ -106,6 +123,7 @@ HopperWorkspace lay_out_workspace(const MoeProblem& problem,
   HopperWorkspace w;
   w.routes.num_tiles = parts.take<int32_t>(1);
   w.routes.num_routes = parts.take<int32_t>(1);
+  w.routes.max_width = parts.take<int32_t>(1);
   w.routes.items_taken = parts.take<int32_t>(2);
   w.routes.tiles = parts.take<RowTile>(
       max_row_tiles(slots, sizes.shape.num_local_experts, kGemmVariants[0]->max_width));

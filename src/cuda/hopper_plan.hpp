@@ -19,6 +19,9 @@ extern const GemmVariant* const kGemmVariants[7];
 struct ForwardPlan {
   bool decode = false;  // one kernel for all; the rest is of no use then
   const GemmVariant* gemm = nullptr;
+  // Takes over when so few of the slots have a local expert, which only the device knows.
+  const GemmVariant* narrow_gemm = nullptr;
+  int64_t max_narrow_routes = -1;
   int fc1_splits = 1;
   int fc2_splits = 1;
   // FC1 leaves FP32 sums, and the requantizer activates them.

@@ -72,6 +72,7 @@ __device__ int2 block_exclusive_sum(int2 value, int2* warp_sums, int2& total) {
 __global__ void __launch_bounds__(kMaxThreads) route_kernel(const RouteTokens args) {
   extern __shared__ int shared[];
   __shared__ int2 warp_sums[kMaxWarps];
+  __shared__ int block_routes;
   ptx::allow_successor();
   ptx::wait_for_predecessor();
 
@@ -94,11 +95,16 @@ __global__ void __launch_bounds__(kMaxThreads) route_kernel(const RouteTokens ar
 
   for (int i = thread; i < warps * experts; i += threads)
     counters[i] = 0;
+  if (thread == 0) block_routes = 0;
   __syncthreads();
+  int own_routes = 0;
   for_each_slot(args, begin, end, [&](int64_t, int expert, unsigned peers) {
+    own_routes += expert >= 0 ? 1 : 0;
     if (expert >= 0 && lane == __ffs(static_cast<int>(peers)) - 1) own[expert] += __popc(peers);
     __syncwarp();
   });
+  own_routes = __reduce_add_sync(0xFFFFFFFFU, own_routes);
+  if (lane == 0) atomicAdd(&block_routes, own_routes);
   __syncthreads();
   for (int expert = thread; expert < experts; expert += threads) {
     int count = 0;
@@ -108,6 +114,10 @@ __global__ void __launch_bounds__(kMaxThreads) route_kernel(const RouteTokens ar
   }
   cluster.sync();
 
+  int num_routes = 0;
+  for (int b = 0; b < blocks; ++b)
+    num_routes += *cluster.map_shared_rank(&block_routes, b);
+  const int width = num_routes <= args.max_narrow_routes ? args.narrow_max_width : args.max_width;
   int2 base = {0, 0};  // rows and tiles of the experts before this round
   for (int first = 0; first < experts; first += threads) {
     const int expert = first + thread;
@@ -120,14 +130,14 @@ __global__ void __launch_bounds__(kMaxThreads) route_kernel(const RouteTokens ar
         if (b < rank) rows_before += count;
       }
     }
-    const int tiles = (rows + args.max_width - 1) / args.max_width;
+    const int tiles = (rows + width - 1) / width;
     int2 total;
     const int2 before = block_exclusive_sum({rows, tiles}, warp_sums, total);
     int row = base.x + before.x;
     if (expert < experts) {
       for (int t = rank; t < tiles; t += blocks) {
         args.out.tiles[base.y + before.y + t] = {
-            expert, row + t * args.max_width, min(args.max_width, rows - t * args.max_width), 0};
+            expert, row + t * width, min(width, rows - t * width), 0};
       }
       row += rows_before;
       for (int w = 0; w < warps; ++w) {  // counts become first rows
@@ -139,7 +149,8 @@ __global__ void __launch_bounds__(kMaxThreads) route_kernel(const RouteTokens ar
     base = {base.x + total.x, base.y + total.y};
   }
   if (rank == 0 && thread == 0) {
-    *args.out.num_routes = base.x;
+    *args.out.num_routes = num_routes;
+    *args.out.max_width = width;
     *args.out.num_tiles = base.y;
     args.out.items_taken[0] = args.out.items_taken[1] = 0;
   }

@@ -21,6 +21,7 @@ struct alignas(16) RowTile {
 struct Routes {
   int32_t* num_tiles = nullptr;             // [1]
   int32_t* num_routes = nullptr;            // [1]
+  int32_t* max_width = nullptr;             // [1] rows of a tile at most
   int32_t* items_taken = nullptr;           // [2] zeros, for the GEMMs to count in
   RowTile* tiles = nullptr;                 // [max_row_tiles()]
   int32_t* route_expert = nullptr;          // [rows * top_k] local expert of a permuted row
@@ -35,6 +36,9 @@ struct RouteTokens {
   int64_t local_expert_offset = 0;
   int64_t num_local_experts = 0;
   int max_width = 0;  // widest tile of the GEMM
+  // Of the GEMM that takes over up to so many routes.
+  int narrow_max_width = 0;
+  int64_t max_narrow_routes = -1;
   Routes out;
 };
 
