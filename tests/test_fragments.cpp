@@ -159,12 +159,12 @@ TEST(Fragments, BitsOfOneWord) {
   cuda::tiles_to_fragments(weights.storage(), f.sizes, f.fc1.data(), f.fc2.data());
   uint32_t word = 0;
   std::memcpy(&word, f.fc1.data(), 4);
-  // Row 0 is fragment row 0: k 0 at 15 and 11..9, k 8 at 14 and 5..3, k 1 likewise above.
-  EXPECT_EQ(word, 0x8E00U | 0x4008U | (1U << 9 << 16));
+  // Row 0 is fragment row 0: k 0 at 7 and 3..1, k 8 at 0 and 6..4, k 1 like k 0 two bytes above.
+  EXPECT_EQ(word, 0x8EU | 0x11U | (1U << 1 << 16));
   // Row 9 is fragment row 5: the upper half of the slab, lane 20.
   ASSERT_EQ(fragments::fragment_row(9), 5);
   std::memcpy(&word, f.fc1.data() + 20 * 16, 4);
-  EXPECT_EQ(word, 7U << 9 << 16);
+  EXPECT_EQ(word, 7U << 1 << 16);
 }
 
 TEST(Fragments, PoisonReachesThePadding) {

@@ -28,7 +28,10 @@ __device__ __forceinline__ Packed load_packed(const uint8_t* codes,
           reinterpret_cast<const uint2*>(scales)[lane / 4]};
 }
 
-// 8 codes and the scales of their two rows -> the four registers of a wgmma operand.
+// 8 codes and the scales of their two rows -> the four registers of a wgmma operand. E2M1 times 2^-14 has
+// its sign in bit 15 of FP16 and its magnitude in bits 11..9: a byte of the word holds one code in those bits
+// of a high byte, and the other in the rest. The shifts to the left are multiplications, on another pipe
+// than the logic.
 __device__ __forceinline__ void expand(uint32_t word, __half2 scales, uint32_t (&a)[4]) {
   const __half2 upper = __low2half2(scales);
   const __half2 lower = __high2half2(scales);
@@ -36,10 +39,12 @@ __device__ __forceinline__ void expand(uint32_t word, __half2 scales, uint32_t (
     const __half2 product = __hmul2(*reinterpret_cast<const __half2*>(&codes), scale);
     return *reinterpret_cast<const uint32_t*>(&product);
   };
-  a[0] = times(word & 0x8E008E00U, upper);
-  a[1] = times((word << 3) & 0x8E008E00U, lower);
-  a[2] = times(ptx::and_or(word << 1, 0x80008000U, (word << 6) & 0x0E000E00U), upper);
-  a[3] = times(ptx::and_or(word << 2, 0x80008000U, (word << 9) & 0x0E000E00U), lower);
+  constexpr uint32_t kCode = 0x8E008E00U;
+  const uint32_t others = ptx::select_bits(0x80808080U, word << 7, word >> 3);
+  a[0] = times((word << 8) & kCode, upper);
+  a[1] = times(word & kCode, lower);
+  a[2] = times((others << 8) & kCode, upper);
+  a[3] = times(others & kCode, lower);
 }
 
 // Steps kFirst .. kFirst + kSteps - 1 of the four 16-k steps of a span.

@@ -63,7 +63,7 @@ struct Tuning {
 constexpr Tuning tuning(int max_width) {
   switch (max_width) {  // in the order of the members
     case 8:
-      return {1, 2, 1, 4, 4, 4, 4, 0};
+      return {1, 2, 1, 4, 4, 2, 4, 0};
     case 16:
     case 32:
       return {1, 2, 1, 4, 2, 4, 4, 0};

@@ -254,10 +254,10 @@ __device__ __forceinline__ void e4m3_to_half(uint32_t four, __half2& low, __half
       : "=r"(reinterpret_cast<uint32_t&>(low)), "=r"(reinterpret_cast<uint32_t&>(high))
       : "r"(four));
 }
-// (a & mask) | b
-__device__ __forceinline__ uint32_t and_or(uint32_t a, uint32_t mask, uint32_t b) {
+// The bits of `ones` where the mask has ones, of `zeros` elsewhere.
+__device__ __forceinline__ uint32_t select_bits(uint32_t mask, uint32_t ones, uint32_t zeros) {
   uint32_t result;
-  asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(result) : "r"(a), "r"(mask), "r"(b));
+  asm("lop3.b32 %0, %1, %2, %3, 0xCA;" : "=r"(result) : "r"(mask), "r"(ones), "r"(zeros));
   return result;
 }
 

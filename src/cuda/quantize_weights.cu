@@ -59,10 +59,9 @@ __device__ __forceinline__ uint32_t fragment_word(uint32_t upper,
                                                   uint32_t upper_8,
                                                   uint32_t lower,
                                                   uint32_t lower_8) {
-  constexpr uint32_t kSigns = 0x80008000U;
-  constexpr uint32_t kMagnitudes = 0x0E000E00U;
-  return upper | lower >> 3 | (upper_8 & kSigns) >> 1 | (upper_8 & kMagnitudes) >> 6 |
-         (lower_8 & kSigns) >> 2 | (lower_8 & kMagnitudes) >> 9;
+  const uint32_t codes = upper >> 8 | lower;
+  const uint32_t others = upper_8 >> 8 | lower_8;
+  return codes | ((others << 3) & 0x70707070U) | ((others >> 7) & 0x01010101U);
 }
 
 // Lane t of four gives words[i] to lane i, which has it as words[t].

@@ -164,10 +164,8 @@ struct CodeBits {
   int magnitude;  // lowest of three
 };
 HX_HOST_DEVICE constexpr CodeBits code_bits(int64_t row, int64_t k) {
-  const bool lower = row % kSlabRows >= 8;
-  const int half = k % 2 != 0 ? 16 : 0;
-  if (k % 16 < 8) return lower ? CodeBits{half + 12, half + 6} : CodeBits{half + 15, half + 9};
-  return lower ? CodeBits{half + 13, half} : CodeBits{half + 14, half + 3};
+  const int byte = (k % 2 != 0 ? 16 : 0) + (row % kSlabRows >= 8 ? 8 : 0);
+  return k % 16 < 8 ? CodeBits{byte + 7, byte + 1} : CodeBits{byte, byte + 4};
 }
 HX_HOST_DEVICE constexpr int64_t scale_offset(int64_t row, int64_t block, int64_t columns) {
   const int64_t slab = row % kTileRows / kSlabRows;
