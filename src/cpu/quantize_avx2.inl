@@ -106,12 +106,8 @@ inline __m256i encode16(__m256i x, __m256 multiplier) {
   return _mm256_madd_epi16(nibbles, _mm256_set1_epi32(64 << 16 | 4));
 }
 
-inline __attribute__((always_inline)) void quantize_batch(const uint16_t* x,
-                                                          const OuterScale& outer,
-                                                          uint8_t* codes,
-                                                          uint8_t* scales) {
-  alignas(32) float multipliers[kBatchBlocks];
-  _mm256_store_ps(multipliers, encode_scales(block_maxima(x), outer, scales));
+// The elements of 8 blocks with those multipliers.
+inline void encode_batch(const uint16_t* x, const float* multipliers, uint8_t* codes) {
 #pragma GCC unroll 2
   for (int half = 0; half < 2; ++half) {
     __m256i bytes[4];
@@ -139,20 +135,31 @@ void quantize_row(const uint16_t* x,
     std::memset(scales, kE4M3Nan, static_cast<size_t>(n / kBlockSize));
     return;
   }
+  // The multipliers are a batch ahead: a batch takes no longer than its work, which is less than its
+  // chain of dependent steps.
+  alignas(32) float multipliers[2][kBatchBlocks];
+  const auto take_scales = [&](const uint16_t* batch, int64_t at, uint8_t* to) {
+    _mm256_store_ps(multipliers[at / kBatch % 2], encode_scales(block_maxima(batch), outer, to));
+  };
   int64_t done = 0;
+  if (kBatch <= n) take_scales(x, 0, scales);
   for (; done + kBatch <= n; done += kBatch) {
     const auto* next = reinterpret_cast<const char*>(ahead + done);
 #pragma GCC unroll 4
     for (int64_t line = 0; line < kBatch * 2; line += 64)
       _mm_prefetch(next + line, _MM_HINT_T0);
-    quantize_batch(x + done, outer, codes + done / 2, scales + done / kBlockSize);
+    if (const int64_t at = done + kBatch; at + kBatch <= n) {
+      take_scales(x + at, at, scales + at / kBlockSize);
+    }
+    encode_batch(x + done, multipliers[done / kBatch % 2], codes + done / 2);
   }
   if (done == n) return;
   alignas(32) uint16_t last[kBatch] = {};
   alignas(32) uint8_t last_codes[kBatch / 2];
   alignas(32) uint8_t last_scales[kBatchBlocks];
   std::memcpy(last, x + done, static_cast<size_t>(n - done) * sizeof(uint16_t));
-  quantize_batch(last, outer, last_codes, last_scales);
+  take_scales(last, 0, last_scales);
+  encode_batch(last, multipliers[0], last_codes);
   std::memcpy(codes + done / 2, last_codes, static_cast<size_t>(n - done) / 2);
   std::memcpy(
       scales + done / kBlockSize, last_scales, static_cast<size_t>((n - done) / kBlockSize));
