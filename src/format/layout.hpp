@@ -132,12 +132,13 @@ static_assert(scale_offset(3, 1) == 512 + 16 + 3 && scale_offset(0, 4) == 576 + 
 //
 // A word is what one thread contributes to a register operand of wgmma.m64nNk16: rows g and g + 8
 // of a slab at k = 2t, 2t + 1, 2t + 8, 2t + 9, g = lane / 4, t = lane % 4. Even k lie in the low
-// half-word and odd k in the high one. In each half, sign bit and the three magnitude bits of
+// half-word and odd k in the high one; of each half the low byte is row g and the high one row g + 8.
+// In a byte, sign bit and the three magnitude bits of
 //
-//     row g,     k      at 15 and 11..9        row g,     k + 8  at 14 and 5..3
-//     row g + 8, k      at 12 and  8..6        row g + 8, k + 8  at 13 and 2..0
+//     k      at 7 and 3..1        k + 8  at 0 and 6..4
 //
-// so that a mask, or a shift and a mask, leaves two FP16 values of magnitude code * 2^-14.
+// so that a mask leaves two FP16 values of magnitude code * 2^-14, for row g after a shift; and a
+// select of two shifted words brings the codes of k + 8 to the places of those of k.
 // The rows of a slab are in the order in which the epilogue wants its results: fragment_row().
 namespace sm90_fragments {
 inline constexpr int64_t kTileRows = 128;
