@@ -46,8 +46,8 @@ struct GroupedGemm {
   const float* gate_alpha = nullptr;  // [experts]
 
   Routes routes;
-  bool one_of_two =
-      false;  // launches: of the kernels, the one for `routes.max_width` does the work
+  // Another kernel is launched for the same GEMM: the one for tiles of `routes.max_width` does the work.
+  bool one_of_two = false;
   int32_t* items_taken = nullptr;  // [1] zero before every launch; blocks count the items they take
   void* out =
       nullptr;  // [permuted rows, out_cols] bf16, or [splits, max_routes, fragment_rows] f32
