@@ -106,7 +106,7 @@ inline __m256i encode16(__m256i x, __m256 multiplier) {
   return _mm256_madd_epi16(nibbles, _mm256_set1_epi32(64 << 16 | 4));
 }
 
-// The elements of 8 blocks with those multipliers.
+// 128 values and the multipliers of their 8 blocks -> 64 bytes.
 inline void encode_batch(const uint16_t* x, const float* multipliers, uint8_t* codes) {
 #pragma GCC unroll 2
   for (int half = 0; half < 2; ++half) {

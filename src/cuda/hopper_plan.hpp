@@ -21,7 +21,7 @@ struct ForwardPlan {
   const GemmVariant* gemm = nullptr;
   // Takes over when so few of the slots have a local expert, which only the device knows.
   const GemmVariant* narrow_gemm = nullptr;
-  int64_t max_narrow_routes = -1;
+  int64_t max_narrow_routes = -1;  // how few
   int fc1_splits = 1;
   int fc2_splits = 1;
   // FC1 leaves FP32 sums, and the requantizer activates them.
